@@ -394,7 +394,10 @@ def tests_of(lesson: str, kernel: str) -> set[str]:
     return {str(path) for path in found}
 
 
-TESTED_IN = {"engine.kv_transfer.kernels": HERE / "lessons" / "test_08_disagg.py"}  # with a transfer on either side
+TESTED_IN = {
+    "engine.kv_transfer.kernels": HERE / "lessons" / "test_08_disagg.py",  # with a transfer on either side
+    "lab.tree": HERE / "engine" / "spec_decode" / "test_trained.py",  # with the drafters whose trees they are
+}
 
 
 def main() -> int:

@@ -11,7 +11,15 @@ from collections.abc import Collection
 import common
 import pytest
 
-FILES = sorted([*common.HERE.glob("*.py"), *(common.HERE / "engine").rglob("*.py"), *common.HERE.glob("tours/*.py")])
+KERNELS_OF_A_TOUR = common.HERE / "lab" / "tree.py"
+FILES = sorted(
+    [
+        *common.HERE.glob("*.py"),
+        *(common.HERE / "engine").rglob("*.py"),
+        *common.HERE.glob("tours/*.py"),
+        KERNELS_OF_A_TOUR,
+    ]
+)
 by_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 parse = functools.cache(ast.parse)  # five tests look at each file
 

@@ -65,7 +65,7 @@ def naive_attention(
     (T, Hq, D), (S, Hkv, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(Hq // Hkv, dim=1) for x in (k, v))
-    scale = D**-0.5 if scale is None else scale
+    scale = 1 / math.sqrt(D) if scale is None else scale
     position, key = torch.arange(S - T, S, device=q.device)[:, None], torch.arange(S, device=q.device)
     seen = (key <= position) | (not causal)  # [T, S]
     if window:
@@ -190,7 +190,6 @@ def flash_attention_kernel(
         end = tl.minimum(S, first + BLOCK_M)
         edge = (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
-        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N, end)
     edge = tl.maximum(edge, full)
 
@@ -201,6 +200,7 @@ def flash_attention_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW:
+        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         acc, l, m = attend_to_keys(
             acc, l, m, q, k_rows, v_rows, begin, full, first, S, scale, True, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
         )
@@ -300,7 +300,7 @@ def flash_attention(
     Raises ValueError for what does not fit. vLLM: `flash_attn_varlen_func` (v1/attention/backends/fa_utils.py).
     """
     (T, Hq, D), (num_keys, Hkv, _) = q.shape, k.shape
-    scale = D**-0.5 if scale is None else scale
+    scale = 1 / math.sqrt(D) if scale is None else scale
     check_arguments(q, k, v, causal, window, scale)
     out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(Hq, T, dtype=torch.float32, device=q.device)
@@ -339,8 +339,10 @@ def flash_attention(
 
 def packed(query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[Tensor, Tensor, int, int]:
     """Where sequences of these lengths begin, int32 [B + 1] each, and the longest: what the wrapper wants to know."""
-    starts = (torch.tensor([0, *lens], device=common.device()).cumsum(0).int() for lens in (query_lens, seq_lens))
-    return *starts, max(query_lens), max(seq_lens)
+    query_start_loc, seq_start_loc = (
+        torch.tensor([0, *lens], device=common.device()).cumsum(0).int() for lens in (query_lens, seq_lens)
+    )
+    return query_start_loc, seq_start_loc, max(query_lens), max(seq_lens)
 
 
 # --- The story ------------------------------------------------------------------------------------------------------
@@ -384,7 +386,8 @@ def show_kernel() -> None:
     lens = (65, 17, 30, 1), (65, 17, 100, 50)
     shapes, dtype = ((113, 4, 64), (232, 2, 64), (232, 2, 64)), torch.bfloat16 if common.HAS_GPU else torch.float32
     q, k, v = (torch.randn(shape, device=common.device()).to(dtype) for shape in shapes)
-    for what, mask in (("causal", {}), ("full", {"causal": False}), ("window of 24", {"window": 24})):
+    masks: dict[str, dict[str, Any]] = {"causal": {}, "full": {"causal": False}, "window of 24": {"window": 24}}
+    for what, mask in masks.items():
         ref, ref_lse = packed_reference(q.double(), k.double(), v.double(), *lens, **mask)
         with common.use_kernels():
             out, lse = flash_attention(q, k, v, *packed(*lens), **mask)

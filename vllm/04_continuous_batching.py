@@ -213,7 +213,7 @@ class Scheduler:
 
     def num_slots(self, request: Request) -> int:
         """KV slots that a request fills in its life. Its last token is sampled and never computed, hence − 1."""
-        return min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len) - 1
+        return int(min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)) - 1
 
     def _fits(self, request: Request) -> bool:
         """Are there blocks for the rest of all these lives, if everybody goes on to its last token?"""
@@ -311,7 +311,8 @@ def make_requests(
 
 def lanes(batches: Sequence[Sequence[str]], seats: int) -> list[list[str | None]]:
     """Who sits where in each step, [steps][seats]: whoever comes takes the first seat that is free."""
-    found, row = [], [None] * seats
+    found = []
+    row: list[str | None] = [None] * seats
     for batch in batches:
         row = [request_id if request_id in batch else None for request_id in row]
         for request_id in batch:
@@ -398,7 +399,11 @@ def show_model(scheduler: Scheduler, model: llama.Llama, tokenizer: Tokenizer, p
     """Serve the real model: three lives step by step, then all requests at once, then some of them one by one."""
     pool = scheduler.kv_cache_manager.block_pool
     about = VllmConfig(attention_backend="paged", enforce_eager=True)  # lesson 02's attention, no CUDA graphs
-    execute_model = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about).execute_model
+    runner = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about)
+
+    def execute_model(output: SchedulerOutput) -> dict[str, list[int]]:
+        return runner.execute_model(output).sampled_token_ids
+
     show_lives(scheduler, execute_model, prompts[:3])
     together = show_batch(scheduler, execute_model, tokenizer, prompts)
     check_alone(scheduler, execute_model, model, together)
@@ -410,9 +415,8 @@ def show_timeline(name: str, outputs: Sequence[int], static: bool, seats: int = 
     batches = dry_run(outputs, seats, static).batches
     used = sum(map(len, batches)) / (seats * len(batches))
     common.say(f"{name}: {len(batches)} steps, {used:.0%} of the seats used")
-    columns = lanes(batches, seats)[::scale]
-    for seat in range(seats):
-        common.say("".join("·" if row[seat] is None else chr(ord("A") + int(row[seat])) for row in columns))
+    for lane in zip(*lanes(batches, seats)[::scale]):
+        common.say("".join("·" if request_id is None else chr(ord("A") + int(request_id)) for request_id in lane))
 
 
 def make_scheduler(max_num_seqs: int, num_blocks: int, static: bool = False) -> Scheduler:

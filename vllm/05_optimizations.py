@@ -57,6 +57,7 @@ from engine.llm import LLM
 from engine.model.packed_linear import pack_weights
 from engine.request import Request, SamplingParams
 from engine.worker.cuda_graphs import CapturedModel, Tape
+from engine.worker.model_runner import ModelRunner
 from lab import chats, offline_run, roofline
 
 KEY = "05_optimizations"
@@ -488,6 +489,7 @@ def show_replay(model: llama.Llama, tokenizer: Tokenizer) -> None:
         common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
     eager, captured = (offline_run.make_core(model, 129, 256) for _ in range(2))
     runner, limits = captured.runner, captured.scheduler.config
+    assert isinstance(runner, ModelRunner)
     recorder = torch.cuda.CUDAGraph if common.HAS_GPU else Tape
     graphs = CapturedModel(runner.model, runner.cache, runner.attend, limits, graph_class=recorder, largest=32)
     runner.graphs = graphs  # from now on its steps are replayed

@@ -129,6 +129,7 @@ def sample_rows(
     p, d = scores[rows], draft_token_ids[rows]  # [N, V], [N]
     stands = torch.zeros_like(d, dtype=torch.bool)
     if draft_probs is not None:
+        assert draft_rows is not None
         has_q = draft_rows[rows] >= 0
         q = draft_probs[draft_rows[rows]].where(has_q[:, None], 0)  # without a q, p − 0 is p. [N, V]
         p_d, q_d = (x.gather(1, d.clamp(min=0)[:, None]).flatten() for x in (p, q))
@@ -204,6 +205,7 @@ def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_ro
         rest = tl.load(sums + row * num_tiles + n, mask=n < num_tiles, other=0.0)
         all_p = rest
         stands = False
+        q_size = 0
         if HAS_DRAFT_PROBS:
             q_row = tl.load(draft_rows + row)
             draft_probs += tl.maximum(q_row, 0) * stride_draft
@@ -274,7 +276,7 @@ def rejection_sample(
     has_q, BLOCK = draft_probs is not None, 256 if common.INTERPRET else 2048
     num_tiles = triton.cdiv(V, BLOCK)
     sums = torch.empty(2 if has_q else 1, R, num_tiles, dtype=torch.float64, device=scores.device)
-    q = (draft_probs, draft_rows) if has_q else (scores, draft_token_ids)  # not read
+    q = (scores, draft_token_ids) if draft_probs is None else (draft_probs, draft_rows)  # the former: not read
     strides = scores.stride(0), q[0].stride(0)
     how = {"HAS_DRAFT_PROBS": has_q, "BLOCK": BLOCK, "num_warps": 8}
     sum_tiles_kernel[(R, num_tiles)](scores, is_greedy, *q, sums, V, *strides, **how)
@@ -348,7 +350,8 @@ def generate(
     model: llama.Llama, prompt: list[int], params: SamplingParams, K: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """The answer and, of each pass, (drafts, tokens written). K = 0 is the naive loop: one pass, one token."""
-    ends = {*params.stop_token_ids, *model.config.eos_token_ids}
+    assert params.max_tokens, "an answer needs a limit"
+    ends = {*(params.stop_token_ids or ()), *model.config.eos_token_ids}
     tokens, limit, num_computed = list(prompt), len(prompt) + params.max_tokens, 0
     cache, passes = KVCache(model), []
     while len(tokens) < limit and not (passes and tokens[-1] in ends):

@@ -175,7 +175,8 @@ class HandOver(KVConnectorBase):
         self.asked: set[str] = set()  # request ids
         self.news = KVConnectorOutput()
         self.server = socket.create_server(("127.0.0.1", 0)) if config.is_kv_producer else None
-        self.wire: Callable[[Link, dict, torch.Tensor], list] | None = None  # what a bad day does to messages
+        # What a bad day does to messages.
+        self.wire: Callable[[Link, dict, torch.Tensor], list[tuple[dict, torch.Tensor]]] | None = None
         self.diary: list[tuple] = []  # (side, verb, what it did)
 
     def note(self, verb: str, what: str) -> None:
@@ -204,7 +205,7 @@ class HandOver(KVConnectorBase):
 
     def request_finished(self, request: Request, blocks: Sequence[int]) -> bool:
         """Prefill. True is the promise: these blocks are not freed before `get_finished` has named the request."""
-        transfer = kv_transfer_params(request).get("transfer_id")
+        transfer = kv_transfer_params(request).get("transfer_id", "")
         if transfer in self.pulls:  # decode, and its client has left
             self.end_pull(transfer, "CANCEL")
         promise = self.promises.get(transfer)
@@ -290,6 +291,7 @@ class HandOver(KVConnectorBase):
 
     def send_layer(self, transfer: str, promise: Promise, layer: int, first: int, last: int) -> None:
         """Prefill. One message: positions [first, last) of a layer, all heads."""
+        assert promise.reader
         payload = self.payload(promise.blocks, layer, first, last - first, 0, self.num_kv_heads)
         rectangle = {"first": first, "count": last - first, "head": 0, "heads": self.num_kv_heads}
         header = {"kind": "KV", "transfer": transfer, "layer": layer, **rectangle, "crc": checksum(payload)}
@@ -320,7 +322,7 @@ class HandOver(KVConnectorBase):
 
     def hear(self, link: Link, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         """One message, or (LOST) the end of a connection."""
-        kind, transfer = header["kind"], header.get("transfer")
+        kind, transfer = header["kind"], header.get("transfer", "")
         if kind == "KV":
             self.take(link, header, payload)
         elif kind in ("GET", "DONE", "CANCEL") and transfer not in self.promises:
@@ -455,15 +457,16 @@ class Router:
         """Until every job has its answer, or an error. Raises CheckFailed after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not all(job.done for job in self.jobs):
-            alive = {worker.pipe: worker for worker in (self.prefill, self.decode) if worker.alive}
-            ready = multiprocessing.connection.wait(list(alive), max(0, deadline - time.monotonic()))
+            alive = [worker for worker in (self.prefill, self.decode) if worker.alive]
+            pipes = [worker.pipe for worker in alive]
+            ready = multiprocessing.connection.wait(pipes, max(0, deadline - time.monotonic()))
             if not ready:
                 raise common.CheckFailed(f"no worker has said anything for {timeout:g} s")
-            for pipe in ready:
+            for worker in (worker for worker in alive if worker.pipe in ready):
                 try:
-                    self._hear(alive[pipe], *pipe.recv()[1:], on_token=on_token)
+                    self._hear(worker, *worker.pipe.recv()[1:], on_token=on_token)
                 except (EOFError, OSError):
-                    self._bury(alive[pipe])
+                    self._bury(worker)
         return self.jobs
 
     def _hear(
@@ -511,8 +514,12 @@ LENGTHS, TOKENS = (90, 61, 34), 12
 WAYS = {"again": "the prompt computed once more, in the other cache: the tokens of one engine",
         "reference": "moved position by position, from blocks of 16 to blocks of 32: the same",
         "kernel": "moved by the kernel: the same"}  # fmt: skip
-PREFILL = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
-DECODE = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+PREFILL: dict[str, Any] = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
+DECODE: dict[str, Any] = {
+    "kv_connector": "TCPConnector",
+    "kv_role": "kv_consumer",
+    "kv_load_failure_policy": "recompute",
+}
 TROUBLES = {"out of order": "messages out of order", "corrupt": "messages corrupt",
             "failed": "prompts that did not come, and are computed here"}  # fmt: skip
 

@@ -222,7 +222,8 @@ def attend_in_groups(layers: Sequence[Tensor], meta: AttentionMetadata) -> llama
         reshape_and_cache(k, v, layers[layer], meta.slot_mapping)
         if max(meta.query_lens) == 1:
             return gqa_decode(q, layers[layer], meta.block_table, meta.seq_lens, meta.max_seq_len)
-        prompts = zip(*(x.split(meta.query_lens) for x in (q, k, v)))
+        lens = meta.query_lens
+        prompts = zip(q.split(lens), k.split(lens), v.split(lens))
         return torch.cat([attention(*prompt, interleaved(q.shape[1], k.shape[1])) for prompt in prompts])
 
     return attend

@@ -389,7 +389,8 @@ def plan_torch(
     of all of its context: the budget keeps them few. Arguments as in `unified_attention`; any layer's `kv_cache`.
     """
     num_blocks, block_size = kv_cache.shape[1:3]
-    plan, last = plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads), 0
+    plan: list[tuple[Any, Callable]] = [*plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads)]
+    last = 0
     for b, n in enumerate(query_lens):
         last += n
         if n > FEW_TOKENS:
@@ -487,7 +488,7 @@ def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], budget: int, max
         scheduler.add_request(request)
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
-        scheduler.update_from_output(output, runner.execute_model(output))
+        scheduler.update_from_output(output, runner.execute_model(output).sampled_token_ids)
     return [request.output_token_ids for request in requests]
 
 

@@ -50,7 +50,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
-from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, RequestStatus, SamplingParams, check_stop
 from engine.worker.assemble import make_runner
 
@@ -402,10 +402,13 @@ class CPUTier(BlockPool):
 
     def take(self, block_hashes: Sequence[bytes]) -> list[int]:
         """The blocks of these hashes, no longer indexed; the caller frees them when their copies are noted."""
-        cpu_blocks = [self.get_cached_block(block_hash) for block_hash in block_hashes]
-        self.touch(cpu_blocks)
-        for cpu_block in cpu_blocks:
+        cpu_blocks = []
+        for block_hash in block_hashes:
+            cpu_block = self.get_cached_block(block_hash)
+            assert cpu_block is not None, "only what was found is taken"
+            self.touch([cpu_block])
             self.evict(cpu_block)
+            cpu_blocks.append(cpu_block)
         return cpu_blocks
 
 
@@ -427,14 +430,19 @@ class OffloadingKVCacheManager(KVCacheManager):
         return blocks, num_tokens
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[int] = ()
+        self,
+        request: Request,
+        num_new_tokens: int,
+        new_computed_blocks: Sequence[int] = (),
+        delay_caching: bool = False,
     ) -> list[int] | None:
         """The same blocks, and notes what is copied: out of those that held something, into those that were found."""
         # What the blocks hold that are about to be handed out. The model has not run: it can still be copied.
         pool, num_tokens = self.block_pool, request.num_computed_tokens + num_new_tokens
+        assert isinstance(pool, BlockPool)
         most = self.get_num_blocks_to_allocate(request, num_tokens, new_computed_blocks)
         held = {block: pool.block_hash[block] for block in itertools.islice(pool.free_queue, most)}
-        new_blocks = super().allocate_slots(request, num_new_tokens, new_computed_blocks)
+        new_blocks = super().allocate_slots(request, num_new_tokens, new_computed_blocks, delay_caching)
         if new_blocks is None:
             return None
 
@@ -445,8 +453,9 @@ class OffloadingKVCacheManager(KVCacheManager):
 
         # What is overwritten goes out, unless the GPU has it once more.
         for block in new_blocks:
-            if held[block] is not None and pool.get_cached_block(held[block]) is None:
-                self.tier.store(held[block], block)
+            block_hash = held[block]
+            if block_hash is not None and pool.get_cached_block(block_hash) is None:
+                self.tier.store(block_hash, block)
         if cpu_blocks:
             self.copies.add("in", zip(cpu_blocks, table[first:last]))
             self.tier.free(cpu_blocks)
@@ -459,14 +468,14 @@ class OffloadingKVCacheManager(KVCacheManager):
 class MeteredCore(EngineCore):
     """The engine's loop without a model. It counts: which tokens of a step are new, and which were computed before?"""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Any) -> None:  # this lesson's: it has all that the loop asks for
         super().__init__(scheduler)
         decides = scheduler if isinstance(scheduler, SwapScheduler) else scheduler.kv_cache_manager
         self.copies = getattr(decides, "copies", BlockCopies())  # those that recompute copy nothing
         self.furthest: dict[str, int] = {}  # request id: how many of its tokens have ever been computed
         self.useful = self.redone = self.preemptions = 0
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Token 0 for each request that has computed all of its own; counts tokens computed before (`redone`)."""
         sampled: dict[str, list[int]] = {}
         self.preemptions += len(output.preempted_reqs)
@@ -479,7 +488,7 @@ class MeteredCore(EngineCore):
             self.furthest[request_id] = max(end, known)
             if end == request.num_tokens:
                 sampled[request_id] = [0]
-        return sampled
+        return ModelRunnerOutput(sampled)
 
 
 class ModelCore(MeteredCore):
@@ -493,7 +502,7 @@ class ModelCore(MeteredCore):
         shape = (2, num_cpu_blocks + 1, *self.layers[0].shape[2:])
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.layers]
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Copies first: a block taken away may already belong to a request that writes it in this forward pass."""
         super().execute_model(output)
         for direction, pairs in self.copies.take():

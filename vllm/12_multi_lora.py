@@ -87,7 +87,7 @@ def add_lora_reference(y: torch.Tensor, x: torch.Tensor, of_row: Sequence[Any], 
     out = y.double().clone()
     for t, slices in enumerate(of_row):
         start = 0
-        for width, pair in zip(shape.slices, slices or ()):
+        for width, pair in zip(shape.slices, slices or []):
             if pair is not None:
                 a, b = (weight.double().to(x.device) for weight in pair)
                 out[t, start : start + width] += b @ (a @ x[t].double())
@@ -419,6 +419,7 @@ def check_kernels(model: llama.Llama) -> None:
         x = torch.randn(len(slots), shape.in_features, device=model.device)
         y = torch.randn(len(slots), sum(shape.slices), device=model.device)
         meta = LoRAKernelMeta.build(slots, model.device)
+        assert meta
         of_row = [None if slot == NONE else loras[slot].weights.get("layers.1.qkv_proj") for slot in slots]
         reference = add_lora_reference(y, x, of_row, shape)
         for where, place in (("slots", memory), ("pages", unified)):
@@ -470,6 +471,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokeniz
         common.say(f"{choice.lora_name if choice else 'base':<7} {answer.text!r}"[:104])
     total = sum(len(answer.token_ids) for answer in answers)
     common.say(f"{total} tokens in {steps} steps; one by one they take {total}")
+    assert llm.llm_engine.lora
     pirate = llm.llm_engine.lora.cpu["pirate"]
     for name, lora, answer in (("base", None, answers[0]), ("pirate", pirate, answers[1])):
         written = answer.token_ids[:12]

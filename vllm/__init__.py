@@ -6,11 +6,18 @@ script that is run; here it is put there. `python -m vllm.01_kv_cache` runs a le
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # an editor knows them, too
+    from engine.llm import LLM
+    from engine.lora.config import LoRARequest
+    from engine.request import SamplingParams
 
 __all__ = ["LLM", "LoRARequest", "SamplingParams"]
+MODULES = {"LLM": "engine.llm", "LoRARequest": "engine.lora.config", "SamplingParams": "engine.request"}
 
 folder = str(Path(__file__).resolve().parent)
 if folder not in sys.path:
@@ -19,10 +26,6 @@ if folder not in sys.path:
 
 def __getattr__(name: str) -> Any:
     """On first use: torch takes two seconds, and `python -m vllm --help` does not need it."""
-    if name not in __all__:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from engine.llm import LLM
-    from engine.lora.config import LoRARequest
-    from engine.request import SamplingParams
-
-    return {"LLM": LLM, "LoRARequest": LoRARequest, "SamplingParams": SamplingParams}[name]
+    return getattr(importlib.import_module(MODULES[name]), name)

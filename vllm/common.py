@@ -160,7 +160,7 @@ class Kernel:
         functools.update_wrapper(cast(Any, self), fn)
         self.name = fn.__name__
         of_a_step = [name for name, kind in fn.__annotations__.items() if kind == "tl.int32"]
-        self.fn = cast(Any, triton).jit(fn, do_not_specialize=of_a_step)
+        self.fn = triton.jit(fn, do_not_specialize=of_a_step)
         self.launches = 0
 
     def __getitem__(self, grid: Any) -> Callable:

@@ -300,7 +300,9 @@ class Engine:
     def serve(self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Any:
         """All at once, to their end: the lesson's Run."""
         requests = lesson.make_requests(prompts, outputs)
-        return lesson.engine_loop(self.scheduler, self.runner.execute_model, requests)
+        return lesson.engine_loop(
+            self.scheduler, lambda output: self.runner.execute_model(output).sampled_token_ids, requests
+        )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -584,7 +584,7 @@ def run_loop(kind: str, core: PipelineEngineCore, requests: Sequence[Request], o
             host.append(time.perf_counter() - start)
         if not core.batch_queue and core.scheduler.requests:
             raise RuntimeError("nothing can run, but requests wait: a sample was lost")
-        core.scheduler.update_from_output(*core.next_result())
+        core.update_from_output(*core.next_result())
     return {"token_ids": [request.output_token_ids for request in requests], "host_s": host}
 
 

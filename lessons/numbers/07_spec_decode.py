@@ -340,7 +340,7 @@ def serve(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Sequence[
     while core.scheduler.has_unfinished_requests():
         decoding, start = all(served.token_ids), time.perf_counter()
         output = core.scheduler.schedule()
-        heard = core.scheduler.update_from_output(output, core.execute_model(output))
+        heard = core.update_from_output(output, core.execute_model(output))
         served.seconds += (time.perf_counter() - start) * decoding
         drafts, step = getattr(output, "scheduled_spec_decode_tokens", {}), {}
         for o in heard:

@@ -22,9 +22,9 @@ from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.spec_decode import trained
-from engine.spec_decode import tree as trees
+from lab import tree as trees
 from engine.spec_decode.trained import Network
-from engine.spec_decode.tree import chain, fill_tree, plan_tree, verify_greedy
+from lab.tree import chain, fill_tree, plan_tree, verify_greedy
 from lab import drafter_training as training
 from lab import naive
 

@@ -34,7 +34,7 @@ from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler as EngineScheduler
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner
 from lab import roofline
@@ -116,14 +116,14 @@ class SimulatedCore(EngineCore):
         self.scheduled: dict[str, int] = {}  # of the last step
         self.token_times: dict[str, list[int]] = {}  # when each request's tokens came
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Token 0 for each request that has computed all of its own; the clock goes on by `cost`."""
         requests, self.scheduled = self.scheduler.requests, dict(output.num_scheduled_tokens)
         self.now += self.cost([(n, requests[i].num_computed_tokens) for i, n in self.scheduled.items()])
         ready = [i for i in self.scheduled if requests[i].num_computed_tokens == requests[i].num_tokens]
         for i in ready:
             self.token_times.setdefault(i, []).append(self.now)
-        return {i: [0] for i in ready}
+        return ModelRunnerOutput({i: [0] for i in ready})
 
     def submit(self, name: str, prompt: int, max_tokens: int | None = None) -> None:
         """A request of `prompt` tokens; with max_tokens None it never ends."""

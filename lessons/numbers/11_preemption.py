@@ -29,7 +29,7 @@ from engine.model import llama, loader
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 from lab import roofline
 from lab.workload_files import draw_owners
@@ -66,11 +66,11 @@ class ObservedCore(lesson.MeteredCore):
         self.now = 0
         self.steps: list[dict[str, Any]] = []
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As the parent, and appends the step as it is after scheduling."""
         scheduler, redone = self.scheduler, self.redone
         copied = sum(len(pairs) for _, pairs in self.copies.take())
-        sampled = super().execute_model(output)
+        result = super().execute_model(output)
         tables = scheduler.kv_cache_manager.req_to_blocks
         self.steps.append(
             {
@@ -86,7 +86,7 @@ class ObservedCore(lesson.MeteredCore):
             }
         )
         self.now += 1
-        return sampled
+        return result
 
 
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
@@ -225,18 +225,18 @@ class TimedCore(lesson.MeteredCore):
         self.token_bytes = spec.bytes_per_token()
         self.clock = 0.0
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """As the parent; `clock` goes on by the roofline of the step and what was copied, in seconds."""
-        sampled, tokens, pairs, context = super().execute_model(output), 0, 0, 0
+        result, tokens, pairs, context = super().execute_model(output), 0, 0, 0
         for request_id, n in output.num_scheduled_tokens.items():
             S = self.scheduler.requests[request_id].num_computed_tokens
             tokens, pairs, context = tokens + n, pairs + n * S - n * (n - 1) // 2, context + S + n
-        flops = 2 * self.weights * tokens + 2 * self.head * len(sampled) + self.pair_flops * pairs
+        flops = 2 * self.weights * tokens + 2 * self.head * len(result.sampled_token_ids) + self.pair_flops * pairs
         moved = 2 * (self.weights + self.head) + context * self.token_bytes
         copied = sum(len(pairs) for _, pairs in self.copies.take())
         size = copied * self.scheduler.kv_cache_manager.block_size * self.token_bytes
         self.clock += self.gpu.seconds(flops, moved) + STEP_OVERHEAD + size / self.link
-        return sampled
+        return result
 
 
 def load_test(rate: float, num_blocks: int, policy: str = "recompute", requests: int = 200, seed: int = 0) -> dict:

@@ -36,7 +36,7 @@ from engine.lora.layers import NONE, LoRAKernelMeta
 from engine.lora.lora_model import LayerShape, LoRAModel
 from engine.lora.manager import LoRAModelManager
 from engine.lora.memory import SlotMemory, UnifiedMemory
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 from lab import naive
 from lab.dry_run import DryRun
@@ -73,7 +73,7 @@ class NoMemory:
 class Rows(DryRun):
     """The loop without a model, and who was in its last step."""
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.batch = [*map(int, output.num_scheduled_tokens)]
         return super().execute_model(output)
 

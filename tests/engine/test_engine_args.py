@@ -60,3 +60,18 @@ def test_each_of_several_engines_listens_at_ports_of_its_own():
     assert args.kv_transfer.kv_port == 5000 and args.for_engine(0).kv_transfer.kv_port == 5000
     assert EngineArgs(kv_transfer_config=TRANSFER, data_parallel_size=2).for_engine(1).kv_transfer.kv_port == 0
     assert (plain := EngineArgs(data_parallel_size=2)).for_engine(1) is plain
+
+
+@pytest.mark.parametrize(
+    ("usage", "named", "limits"),
+    [("LLM", {}, (512, 256, 4096)), ("serve", {}, (512, 64, 8192 if common.HAS_GPU else 512)),
+     ("LLM", {"max_num_batched_tokens": 10}, (512, 10, 10)), ("serve", {"max_num_batched_tokens": 8}, (512, 8, 8)),
+     ("LLM", {"max_num_seqs": 5000, "max_model_len": 64}, (64, 5000, 5000)),
+     ("LLM", {"max_num_batched_tokens": 8, "enable_chunked_prefill": False}, (512, 8, 512))],
+)  # fmt: skip
+def test_what_nobody_named_comes_from_the_model_and_the_usage(tiny_model, usage, named, limits):
+    args = EngineArgs(**named).filled_in(usage, tiny_model.config)
+    assert (args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens) == limits
+    assert args.filled_in("LLM", tiny_model.config) == args, "once is enough"
+    config = args.scheduler_config()
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == limits

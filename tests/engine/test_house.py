@@ -72,8 +72,14 @@ def test_the_house_is_in_order():
 
 @pytest.mark.slow
 def test_a_wrong_type_is_named(tmp_path):
-    """The type checker fetches its own program once, from the package registry."""
+    """In the engine, and in a lesson, though it has kernels, which the type checker does not understand. It fetches its
+    own program once, from the package registry."""
     wrong = house(tmp_path, "core/scheduler.py", "self.waiting.prepend_request(victim)", "self.waiting.no_such(victim)")
+    shutil.copytree(common.ROOT / "tests/support/typings", tmp_path / "tests/support/typings")
+    text, old = (common.HERE / "03_flash_attention.py").read_text(), "aligned(x) for x in (q, k, v))"
+    assert text.count(old) == 1
+    (wrong / "vllm" / "03_flash_attention.py").write_text(text.replace(old, "aligned(x, 16) for x in (q, k, v))"))
     code, output = check(wrong, "pyright", "--pythonpath", sys.executable)
     assert code == 1 and "no_such" in output, output
+    assert "03_flash_attention.py" in output and "Expected 1 positional argument" in output, output
     assert check(common.ROOT, "pyright", "--pythonpath", sys.executable)[0] == 0

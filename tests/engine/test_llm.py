@@ -213,7 +213,9 @@ def test_wrong_calls(llm, tiny_model, real_model):
         ({"block_size": 1.5}, "block_size"), ({"dtype": "int8"}, "dtype"),
         ({"num_gpu_blocks_override": 3}, "num_blocks"), ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes"), ({"scheduling_policy": "lifo"}, "policy"),
-        ({"max_num_batched_tokens": 10}, "max_num_batched_tokens"), ({"max_num_seq": 4}, "max_num_seq"),
+        ({"max_num_batched_tokens": 10, "max_num_seqs": 11}, "max_num_batched_tokens"),
+        ({"max_num_seq": 4}, "max_num_seq"), ({"max_num_seqs": 1 << 17}, "at most 65536"),
+        ({"api_server_count": 1}, "is no argument of an LLM"),
     ):  # fmt: skip
         model = None if word == "dtype" else tiny_model
         with pytest.raises(common.InputError, match=word):

@@ -139,7 +139,7 @@ def test_drafts_in_front_of_a_row_without_a_token_stand(guess, wish):
         for output in heard:
             tokens += output.new_token_ids
             if output.new_token_ids and params.logprobs is not None:
-                assert output.new_token_ids[0] in core.runner.logprobs["r"] and len(output.new_token_ids) == 1
+                assert output.new_token_ids[0] in output.new_logprobs and len(output.new_token_ids) == 1
         outputs += heard
     assert seen[0] > 1 and outputs[-1].finish_reason == "error"
     assert tokens == expected[:2]
@@ -164,11 +164,11 @@ def test_a_prompt_with_a_row_that_is_no_distribution_has_no_scores(here, monkeyp
     core.add_request(Request("bad", list(range(1, 21)), params))
     for heard in drafting.steps(core):
         outputs += heard
-        scored |= core.runner.prompt_logprobs
+        scored |= {o.request_id: o.new_prompt_logprobs for o in heard if o.new_prompt_logprobs}
     assert [(o.new_token_ids, o.finish_reason) for o in outputs] == [([], "error")] and not scored and broken
     core.add_request(Request("good", list(range(1, 21)), params))
-    for _ in drafting.steps(core):
-        scored |= core.runner.prompt_logprobs
+    for heard in drafting.steps(core):
+        scored |= {o.request_id: o.new_prompt_logprobs for o in heard if o.new_prompt_logprobs}
     assert [*scored] == ["good"] and not core.runner.prompts.broken and not core.runner.prompts.scored
 
 

@@ -320,7 +320,7 @@ def run_with_arrivals(scheduler, runner, requests, arrivals):
         nonlocal steps
         steps += 1
         assert steps < 1000, "whoever waits will wait for ever"
-        return runner.execute_model(output)
+        return runner.execute_model(output).sampled_token_ids
 
     lesson.engine_loop(scheduler, execute_model, sorted(made, key=lambda request: request.arrival_time))
     pool = scheduler.kv_cache_manager.block_pool
@@ -375,7 +375,7 @@ def test_aborted_requests_leave_at_once(tiny_model):
     requests = lesson.make_requests(prompts, [20] * 5)
 
     def execute_model(output):
-        sampled = runner.execute_model(output)
+        sampled = runner.execute_model(output).sampled_token_ids
         if (step := len(requests[0].output_token_ids)) == 2:  # one is in the step that runs, one waits
             ended = scheduler.finish_requests(["1", "4", "4", "unknown"], RequestStatus.FINISHED_ABORTED)
             assert [(r.request_id, r.is_finished(), r.get_finished_reason()) for r in ended] == [
@@ -416,7 +416,7 @@ def real_engine(model, seats=32):
 
 def served(engine, prompts, outputs):
     requests = lesson.make_requests(prompts, outputs)
-    lesson.engine_loop(engine[0], engine[1].execute_model, requests)
+    lesson.engine_loop(engine[0], lambda output: engine[1].execute_model(output).sampled_token_ids, requests)
     return [request.output_token_ids for request in requests]
 
 
@@ -521,7 +521,7 @@ def test_the_script_refuses_more_blocks_than_a_laptop_holds(capsys):
 def test_the_runner_of_a_schedule_without_anybody(tiny_model):
     scheduler, runner = tiny_engine(tiny_model)
     output = scheduler.schedule()
-    assert scheduler.update_from_output(output, runner.execute_model(output)) == []
+    assert scheduler.update_from_output(output, runner.execute_model(output).sampled_token_ids) == []
 
 
 def test_packed_weights_keep_their_biases():

@@ -824,7 +824,7 @@ def run(engine, jobs):
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             params = jobs[int(output.request_id)][1]
             if params.logprobs is not None:
-                found = core.runner.logprobs[output.request_id]
+                found = output.new_logprobs
                 assert output.new_token_ids[0] in found and len(output.new_token_ids) == 1
                 logprobs.setdefault(output.request_id, []).append({t: Close(x.logprob) for t, x in found.items()})
         manager = core.scheduler.kv_cache_manager
@@ -1026,9 +1026,9 @@ def test_aborts_leave_nothing(tiny_model, real_model, jobs, plain):
         core.add_request(Request(str(i), prompt, params, eos_token_id=17))
     for step in range(4):
         output = core.scheduler.schedule()
-        sampled = core.execute_model(output)
+        result = core.execute_model(output)
         core.abort_requests([str(step)])  # a letter that came while the model ran
-        core.scheduler.update_from_output(output, sampled)
+        core.update_from_output(output, result)
     core.abort_requests([str(i) for i in range(len(jobs))])
     core.step()
     pool = core.scheduler.kv_cache_manager.block_pool

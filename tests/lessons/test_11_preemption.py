@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.model import loader
+from engine.output import ModelRunnerOutput
 from lab import roofline
 from lab.reserving import ReservingScheduler
 
@@ -117,16 +118,16 @@ class AheadCore(lesson.ModelCore):
         output = self.scheduler.schedule()
         self.late += sum(r.num_output_placeholders for r in output.preempted_reqs)
         self.queue.append((output, self.execute_model(output)))
-        return self.scheduler.update_from_output(*self.queue.popleft()) if len(self.queue) == 2 else []
+        return self.update_from_output(*self.queue.popleft()) if len(self.queue) == 2 else []
 
     def execute_model(self, output):
         step = copy.copy(output)
         for name in ("scheduled_running_reqs", "scheduled_new_reqs", "scheduled_resumed_reqs"):
             setattr(step, name, [self.seen(request) for request in getattr(output, name)])
-        sampled = self.runner.execute_model(step)
-        for request_id, token_ids in sampled.items():
+        result = self.runner.execute_model(step)
+        for request_id, token_ids in result.sampled_token_ids.items():
             self.known[request_id].append_output_token_id(*token_ids)
-        return sampled
+        return result
 
     def seen(self, request):
         first = Request(request.request_id, request.prompt_token_ids, request.sampling_params)
@@ -216,8 +217,8 @@ class MemoryCore(lesson.MeteredCore):
                         gpu.setdefault(block, {})[offset] = prefix
                     else:
                         assert gpu[block].get(offset) == prefix, f"{request} reads what is not its own"
-        sampled = super().execute_model(output)
-        return {i: [len(self.scheduler.requests[i].all_token_ids) % 3] for i in sampled}
+        ready = super().execute_model(output).sampled_token_ids
+        return ModelRunnerOutput({i: [len(self.scheduler.requests[i].all_token_ids) % 3] for i in ready})
 
 
 workloads = st.fixed_dictionaries({

@@ -233,5 +233,5 @@ EXAMPLES = {
     "engine.quantization.scaled_matmul": scaled_matmul,
     "engine.quantization.split_k": split_k,
     "engine.sampling.guided.bitmask": bitmask,
-    "engine.spec_decode.tree": tree,
+    "lab.tree": tree,
 }

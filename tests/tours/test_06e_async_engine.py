@@ -65,7 +65,7 @@ def test_a_model_with_a_short_context_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_and_every_place_on_the_real_model(folder):
-    """The fast twins: test_running_server kills a real engine process; test_async_llm compares the places on the tiny
+    """The fast twins: test_official_client kills a real engine process; test_async_llm compares the places on the tiny
     model."""
     args = lesson.build_parser().parse_args([])
     prompts = [[504, 3575, 282, 4649, 314]] * 3

@@ -10,17 +10,19 @@ import common
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from engine import plugs
-from engine.config import VllmConfig
+from engine.config import LOWEST, POLICIES, SchedulerConfig, VllmConfig, check_model_len, check_numbers
 from engine.kv_transfer.config import KVTransferConfig
 from engine.lora.config import LoRAConfig
 from engine.model import folders
 from engine.model.chat_template import read_chat_template
+from engine.model.config import LlamaConfig
 from engine.model.loader import find_dtype
-from engine.parallel.config import BACKENDS
+from engine.parallel.config import BACKENDS, ParallelConfig
 from engine.quantization.kv_codes import KV_CACHE_DTYPES
 from engine.quantization.methods import METHODS
 from engine.registry import ATTENTION_BACKENDS
@@ -29,52 +31,91 @@ from engine.spec_decode.drafters import SpeculativeConfig
 
 PLACES = ("process", "thread", "event-loop")
 ROUTING = ("load", "prefix")
-MAX_NUM_SEQS = 1 << 16  # there are tables with a row for each
+
+# What depends on the usage, as in vLLM (`_set_default_max_num_seqs_and_batched_tokens_args`): a script has all its
+# prompts at once and nobody reads along, while behind a server somebody waits for each token.
+DEFAULTS = {"LLM": (256, 4096, 4096), "serve": (64, 512, 8192)}  # max_num_seqs; tokens in a step, and on a GPU
+
+AT_LEAST = LOWEST | {
+    "max_model_len": 2,  # a scheduler is content with 1; an answer follows a prompt
+    "num_gpu_blocks_override": 2,  # the first one is nobody's
+    "kv_cache_memory_bytes": 1,
+    "block_size": 1,
+    "max_num_queued_reqs": 1,
+    "seed": 0,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "data_parallel_size_local": 0,
+    "data_parallel_start_rank": 0,
+    "data_parallel_rpc_port": 0,
+    "api_server_count": 1,
+}
+AT_MOST = {
+    "gpu_memory_utilization": 1,
+    "kv_cache_gib": 1 << 20,
+    "max_num_seqs": 1 << 16,  # there are tables with a row for each
+    "tensor_parallel_size": 64,
+    "pipeline_parallel_size": 64,
+    "data_parallel_size": 64,
+    "api_server_count": 64,
+    "data_parallel_rpc_port": 65535,
+}
+OF_A_SERVER = {  # what an `LLM` does not have
+    *("served_model_name", "trust_remote_code", "override_generation_config", "max_num_queued_reqs", "lora_modules"),
+    *("gpu_memory_utilization", "chat_template", "enable_auto_tool_choice", "tool_call_parser", "kv_transfer_config"),
+    *("engine_place", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank", "headless"),
+    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_routing", "api_server_count"),
+}
 
 
 @dataclass
 class EngineArgs:
-    """What `serve` takes on its command line, under vLLM's names (`vllm/engine/arg_utils.py`)."""
+    """What `serve` and `LLM` are started with, under vLLM's names (`vllm/engine/arg_utils.py`).
+
+    None is what the model has, or the usage: see `filled_in`. Defaults of a part are those of its own configuration.
+    """
 
     model: str | None = None
     served_model_name: list[str] | None = None
     trust_remote_code: bool = False
-    dtype: str = "auto"
+    dtype: Any = "auto"  # a name, or torch's
     seed: int = 0
     quantization: str | None = None
     max_model_len: int | None = None
     generation_config: str = "auto"
     override_generation_config: str | dict[str, Any] | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool = SchedulerConfig.enable_chunked_prefill
+    long_prefill_token_threshold: int = SchedulerConfig.long_prefill_token_threshold
+    scheduling_policy: str = SchedulerConfig.policy
     max_num_queued_reqs: int | None = 1024
     block_size: int = 16
     enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
-    attention_backend: str = "unified"
+    kv_cache_dtype: str = VllmConfig.kv_cache_dtype
+    attention_backend: str = VllmConfig.attention_backend
     plug: Any = None  # {seam: part}, or seam=FILE.py:OBJECT of each; from __post_init__ on the former
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.92
     kv_cache_gib: float = 1.0
-    enforce_eager: bool = False
-    async_scheduling: bool = False
+    kv_cache_memory_bytes: int | None = None  # comes before kv_cache_gib and gpu_memory_utilization
+    enforce_eager: bool = VllmConfig.enforce_eager
+    async_scheduling: bool = VllmConfig.async_scheduling
     speculative_config: str | dict[str, Any] | None = None
     enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
+    max_loras: int = LoRAConfig.max_loras
+    max_lora_rank: int = LoRAConfig.max_lora_rank
+    max_cpu_loras: int | None = LoRAConfig.max_cpu_loras
     lora_modules: list[str] | None = None  # name=path of each
     chat_template: str | None = None  # a file or the text; from __post_init__ on the text
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     kv_transfer_config: str | dict[str, Any] | None = None
     engine_place: str = "process"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | None = None
+    tensor_parallel_size: int = ParallelConfig.tensor_parallel_size
+    pipeline_parallel_size: int = ParallelConfig.pipeline_parallel_size
+    distributed_executor_backend: str | None = ParallelConfig.distributed_executor_backend
     data_parallel_size: int = 1
     data_parallel_size_local: int | None = None
     data_parallel_start_rank: int = 0
@@ -94,7 +135,6 @@ class EngineArgs:
         self._check_numbers()
         if not all(self.served_model_name or ["default"]):
             raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
-        self._check_shares()
         self.plug = plugs.read(self.plug)
         find_dtype(self.dtype)
         override_generation_config(self.override_generation_config)
@@ -115,37 +155,18 @@ class EngineArgs:
             raise common.InputError(f"--lora-modules {twice[0]}: is the name of the model itself")
 
     def _check_numbers(self) -> None:
-        for name, low in (
-            ("max_num_seqs", 1),
-            ("max_model_len", 2),
-            ("max_num_batched_tokens", 1),
-            ("block_size", 1),
-            ("num_gpu_blocks_override", 2),
-            ("max_num_queued_reqs", 1),
-            ("seed", 0),
-            ("long_prefill_token_threshold", 0),
-            ("tensor_parallel_size", 1),
-            ("pipeline_parallel_size", 1),
-            ("data_parallel_size", 1),
-            ("data_parallel_size_local", 0),
-            ("data_parallel_start_rank", 0),
-            ("api_server_count", 1),
-        ):
+        check_numbers(self, AT_LEAST)
+        for name in ("gpu_memory_utilization", "kv_cache_gib"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
-        if self.max_num_seqs > MAX_NUM_SEQS:
-            raise common.InputError(f"max_num_seqs {self.max_num_seqs}: must be at most {MAX_NUM_SEQS}")
-
-    def _check_shares(self) -> None:
-        for name, high in (("gpu_memory_utilization", 1), ("kv_cache_gib", 1 << 20)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value <= high:
-                raise common.InputError(f"{name} {value!r}: must be a number above 0, at most {high}")
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise common.InputError(f"{name} {value!r}: must be a number above 0")
+        for name, high in AT_MOST.items():
+            if (value := getattr(self, name)) is not None and value > high:
+                raise common.InputError(f"{name} {value!r}: must be at most {high}")
 
     def _check_choices(self) -> None:
         allowed = {
-            "scheduling_policy": ("fcfs", "priority"),
+            "scheduling_policy": POLICIES,
             "engine_place": PLACES,
             "attention_backend": ATTENTION_BACKENDS,
         }
@@ -196,6 +217,47 @@ class EngineArgs:
     def lora_config(self) -> LoRAConfig | None:
         """None without --enable-lora. Raises InputError."""
         return LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras) if self.enable_lora else None
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """For the KV cache, as it was said. An `LLM` takes as much on a GPU: several of them fit side by side there."""
+        return self.kv_cache_memory_bytes or int(self.kv_cache_gib * 2**30)
+
+    @classmethod
+    def of_llm(cls, **named: Any) -> EngineArgs:
+        """From the arguments of an `LLM`. Raises InputError for a name that it does not have."""
+        allowed = {f.name for f in dataclasses.fields(cls)} - OF_A_SERVER
+        if unknown := [name for name in named if name not in allowed]:
+            raise common.InputError(f"{unknown[0]}: is no argument of an LLM; allowed: {', '.join(sorted(allowed))}")
+        return cls(**named)
+
+    def filled_in(self, usage: str, model: LlamaConfig) -> EngineArgs:
+        """A copy with the limits that nobody named: the model's, and what the usage, "LLM" or "serve", starts with.
+        Raises InputError for a context that the model does not have."""
+        args, (max_num_seqs, *tokens) = copy.copy(self), DEFAULTS[usage]
+        if args.max_model_len is None:
+            args.max_model_len = model.max_position_embeddings
+        check_model_len(args.max_model_len, model.max_position_embeddings)
+        if args.max_num_seqs is None:
+            args.max_num_seqs = min(max_num_seqs, args.max_num_batched_tokens or max_num_seqs)
+        if args.max_num_batched_tokens is None:
+            args.max_num_batched_tokens = max(tokens[common.HAS_GPU], args.max_num_seqs)
+        if not args.enable_chunked_prefill:  # a prompt is computed whole, whatever was named
+            args.max_num_batched_tokens = max(args.max_num_batched_tokens, args.max_model_len)
+        return args
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's limits, of arguments that are filled in. Raises InputError for those that contradict each
+        other."""
+        assert self.max_model_len and self.max_num_seqs and self.max_num_batched_tokens
+        return SchedulerConfig(
+            self.max_model_len,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.scheduling_policy,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+        )
 
     def vllm_config(self, workers: Any = None) -> VllmConfig:
         """What an engine with these arguments has. Raises InputError."""
@@ -259,16 +321,6 @@ class EngineArgs:
 
 def check_parallel(args: Any) -> None:
     """Refuse combinations of flags that cannot work. Raises InputError."""
-    for name, low in (
-        ("tensor_parallel_size", 1),
-        ("pipeline_parallel_size", 1),
-        ("data_parallel_size", 1),
-        ("api_server_count", 1),
-        ("data_parallel_start_rank", 0),
-    ):
-        value = getattr(args, name)
-        if type(value) is not int or value < low:
-            raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
     allowed = {"distributed_executor_backend": (None, *BACKENDS), "data_parallel_routing": ROUTING}
     for name, values in allowed.items():
         if getattr(args, name) not in values:

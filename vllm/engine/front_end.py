@@ -9,11 +9,11 @@ from __future__ import annotations
 import common
 
 import copy
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.config import whole
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput
@@ -102,7 +102,7 @@ class FrontEnd:
     """Validates, tokenizes, and after each step of its core detokenizes."""
 
     def __init__(self, model_config: LlamaConfig, tokenizer: Tokenizer, core: Any) -> None:
-        """`core` has `check_request`, `add_request`, `abort_requests`, `step`, a scheduler and a runner."""
+        """`core` has `check_request`, `add_request`, `abort_requests`, `step` and a scheduler."""
         self.model_config, self.tokenizer, self.core = model_config, tokenizer, core
         self.token_bytes = TokenBytes(tokenizer)
         self.sequences: dict[str, _Sequence] = {}
@@ -219,29 +219,28 @@ class FrontEnd:
         except BaseException:  # Ctrl-C, say: what the step was to compute is in the prefix cache's index already
             self.core.scheduler.kv_cache_manager.reset_prefix_cache()
             raise
-        self._hear_scores()
         for output in outputs:
             sequence = self.sequences.get(output.request_id)
             if sequence is None:
                 continue
+            if output.new_prompt_logprobs is not None:
+                self._hear_scores(sequence, output.new_prompt_logprobs)
+            if not output.new_token_ids and output.finish_reason is None:
+                continue
             finish_reason, stop_reason = self._write(sequence, output)
-            if sequence.logprobs is not None and output.new_token_ids:
-                self._hear_logprobs(sequence, output.new_token_ids[0])
+            if output.new_logprobs is not None:
+                self._hear_logprobs(sequence, output.new_token_ids[0], output.new_logprobs)
             if answer := self._answer(sequence, finish_reason, stop_reason):
                 answer.kv_transfer_params = output.kv_transfer_params
                 heard.append(answer)
         return heard
 
-    def _hear_scores(self) -> None:
-        """The log probabilities of prompts that this step has completed."""
-        scored = self.core.runner.prompt_logprobs
-        while scored:  # emptied: companion 06e comes here several times with the scores of one step
-            request_id, entries = scored.popitem()
-            if sequence := self.sequences.get(request_id):
-                ids = sequence.request.prompt_token_ids
-                sequence.prompt_logprobs = [
-                    entry and self._decoded(entry, ids[max(1, i - MAX_BYTES) : i]) for i, entry in enumerate(entries)
-                ]
+    def _hear_scores(self, sequence: _Sequence, entries: list[dict[int, Logprob] | None]) -> None:
+        """The log probabilities of its prompt, which is computed now."""
+        ids = sequence.request.prompt_token_ids
+        sequence.prompt_logprobs = [
+            entry and self._decoded(entry, ids[max(1, i - MAX_BYTES) : i]) for i, entry in enumerate(entries)
+        ]
 
     def _write(self, sequence: _Sequence, output: EngineCoreOutput) -> tuple[str | None, int | str | None]:
         """The new tokens into the answer, up to a stop string. Returns why it has ended, if it has: (finish_reason,
@@ -256,12 +255,12 @@ class FrontEnd:
                 return "stop", found
         return finish_reason, output.stop_reason
 
-    def _hear_logprobs(self, sequence: _Sequence, token_id: int) -> None:
+    def _hear_logprobs(self, sequence: _Sequence, token_id: int, entry: dict[int, Logprob]) -> None:
         """Those of the step's next token, which is `token_id`."""
         assert sequence.logprobs is not None and sequence.cumulative_logprob is not None
         n = len(sequence.logprobs)
         before = sequence.token_ids[max(0, n - MAX_BYTES) : n]
-        found = self._decoded(self.core.runner.logprobs[sequence.request.request_id], before)
+        found = self._decoded(entry, before)
         sequence.logprobs.append(found)
         sequence.cumulative_logprob += found[token_id].logprob
 
@@ -301,11 +300,3 @@ class FrontEnd:
         for token_id, logprob in logprobs.items():
             logprob.decoded_token = decoded_token(self.token_bytes, token_id, before)
         return logprobs
-
-
-def whole(name: str, value: Any, low: int, high: float = math.inf) -> int:
-    """`value`, if it is a whole number in this range. Raises InputError that names it."""
-    if type(value) is not int or not low <= value <= high:
-        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise common.InputError(f"{name} {value!r}: must be a whole number {allowed}")
-    return value

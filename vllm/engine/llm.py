@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from engine.engine_args import EngineArgs
 from engine.front_end import Prompt, RequestOutput
 from engine.llm_engine import LLMEngine
@@ -42,7 +40,7 @@ class LLM:
         """`model` is a folder, a hub id, None for the default model, or a loaded model together with its `tokenizer`.
 
         `generation_config` and `override_generation_config`: see `SamplingDefaults.of`; the rest are arguments of
-        `EngineArgs`, or limits of `LLMEngine`. Raises InputError.
+        `EngineArgs`. Raises InputError.
         """
         folder = None if isinstance(model, llama.Llama) else folders.model_folder(model)
         self.sampling_defaults = SamplingDefaults.of(folder, generation_config, override_generation_config)
@@ -121,44 +119,21 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm, **about)
 
 
-# Arguments of `EngineArgs` that an engine without a server has, too; the others are limits of `LLMEngine`.
-FEATURES = (
-    "quantization",
-    "kv_cache_dtype",
-    "attention_backend",
-    "plug",
-    "enforce_eager",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "max_cpu_loras",
-    "speculative_config",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "distributed_executor_backend",
-    "async_scheduling",
-)
-
-
 def make_llm_engine(
     model: str | llama.Llama | None = None,
     tokenizer: Tokenizer | None = None,
-    *,
-    dtype: str | torch.dtype = "auto",
-    generation_config: str = "auto",
     **engine_args: Any,
 ) -> LLMEngine:
     """The engine behind an `LLM`: loads the model unless it is loaded, here or on workers. Raises InputError."""
     if isinstance(tokenizer, str):
         raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a Tokenizer")
     loaded = isinstance(model, llama.Llama)
-    features = {name: engine_args.pop(name) for name in FEATURES if name in engine_args}
-    args = EngineArgs(model=None if loaded else model, generation_config=generation_config, **features)
+    args = EngineArgs.of_llm(model=None if loaded else model, **engine_args)
     if not loaded and args.has_workers:
-        workers = start_workers(args, find_dtype(dtype))
+        workers = start_workers(args, find_dtype(args.dtype))
         try:
             tokenizer = tokenizer or Tokenizer(folders.model_folder(model))
-            return LLMEngine(workers.model, tokenizer, config=args.vllm_config(workers), **engine_args)
+            return LLMEngine(workers.model, tokenizer, args, config=args.vllm_config(workers))
         except Exception:
             workers.executor.shutdown()
             raise
@@ -170,9 +145,9 @@ def make_llm_engine(
         if args.quantization is not None:
             model = quantize_model(model, args.quantization, tokenizer)
     else:
-        model, own = load_model(model, find_dtype(dtype), args.quantization, generation_config)
+        model, own = load_model(model, find_dtype(args.dtype), args.quantization, args.generation_config)
         tokenizer = tokenizer or own
-    return LLMEngine(model, tokenizer, config=args.vllm_config(), **engine_args)
+    return LLMEngine(model, tokenizer, args)
 
 
 @contextlib.contextmanager

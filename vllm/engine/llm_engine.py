@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import common
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from engine.assemble import make_core
-from engine.config import SchedulerConfig, VllmConfig
-from engine.front_end import FrontEnd, Prompt, RequestOutput, whole
+from engine.config import VllmConfig
+from engine.engine_args import EngineArgs
+from engine.front_end import FrontEnd, Prompt, RequestOutput
 from engine.lora.config import LoRARequest
 from engine.lora.manager import LoRAModelManager
 from engine.model import llama
@@ -28,50 +28,28 @@ from engine.sampling.guided.structured_outputs import ending, validate
 class LLMEngine(FrontEnd):
     """Requests in, outputs out: validates, tokenizes, steps, detokenizes."""
 
-    def __init__(  # noqa: PLR0913  vLLM's arguments
+    def __init__(
         self,
         model: llama.Llama,
         tokenizer: Tokenizer,
+        args: EngineArgs | None = None,
         *,
         config: VllmConfig | None = None,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        block_size: int = 16,
-        num_gpu_blocks_override: int | None = None,
-        kv_cache_memory_bytes: int = 1 << 30,
-        scheduling_policy: str = "fcfs",
-        enable_prefix_caching: bool = True,
-        **options: Any,
+        **named: Any,
     ) -> None:
-        """`config` says what the engine has besides; with workers, `model` is without weights.
+        """`args`, or by name the arguments that an `LLM` has; the model is loaded, so nobody looks at what they say of
+        that. `config` says what the engine has besides, if not they; with workers, `model` is without weights.
 
         The KV cache has `num_gpu_blocks_override` blocks (block 0 included, on a CPU as well: the name is vLLM's) or,
-        by default, as many as fit `kv_cache_memory_bytes`, and at least enough for one sequence of `max_model_len`.
-        `options` are further fields of `SchedulerConfig`. Raises InputError.
+        by default, as many as fit `kv_cache_bytes`, and at least enough for one sequence of `max_model_len`.
+        Raises InputError.
         """
-        config = config or VllmConfig()
-        limit = model.config.max_position_embeddings
-        max_model_len = whole("max_model_len", limit if max_model_len is None else max_model_len, 1, limit)
-        whole("max_num_seqs", max_num_seqs, 1)
-        whole("block_size", block_size, 1)
-        known = {f.name for f in dataclasses.fields(SchedulerConfig)} - {"policy"}
-        if unknown := [name for name in options if name not in known]:
-            allowed = ", ".join(sorted(known | {"block_size", "enable_prefix_caching"}))
-            raise common.InputError(f"{unknown[0]}: no such engine argument; allowed, too: {allowed}")
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(4096, max_num_seqs)
-            if not options.get("enable_chunked_prefill", SchedulerConfig.enable_chunked_prefill):
-                max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt is computed whole
-        whole("max_num_batched_tokens", max_num_batched_tokens, 1)
-        limits = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens, scheduling_policy, **options)
-        num_blocks = num_gpu_blocks_override
+        args = (args or EngineArgs.of_llm(**named)).filled_in("LLM", model.config)
+        config, limits = config or args.vllm_config(), args.scheduler_config()
+        num_blocks = args.num_gpu_blocks_override
         if num_blocks is None:
-            whole("kv_cache_memory_bytes", kv_cache_memory_bytes, 1)
-            fitting = kv_cache_memory_bytes // block_bytes(model, block_size, config.kv_cache_dtype)
-            num_blocks = 1 + max(fitting, -(-max_model_len // block_size))
-        whole("num_gpu_blocks_override", num_blocks, 2)
+            fitting = args.kv_cache_bytes // block_bytes(model, args.block_size, config.kv_cache_dtype)
+            num_blocks = 1 + max(fitting, -(-limits.max_model_len // args.block_size))
         self.model, self.config = model, config
         self.about: dict[str, Any] = {}  # what a start has found out
         self.lora = LoRAModelManager(config.lora_config) if config.lora_config else None
@@ -80,12 +58,12 @@ class LLMEngine(FrontEnd):
             model,
             limits,
             num_blocks,
-            block_size,
+            args.block_size,
             config,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=args.enable_prefix_caching,
             grammar=grammar,
             lora=self.lora,
-            seed=seed,
+            seed=args.seed,
         )
         super().__init__(model.config, tokenizer, core)
 

@@ -1,7 +1,7 @@
 """What the scheduler, the model runner and the two halves of a connector say to each other.
 
 Owns nothing: plain records, made by the scheduler, read by worker and front end, and pickled on their way between
-processes. They never decide or compute. vLLM: `vllm/v1/core/sched/output.py`, `vllm/v1/engine/__init__.py`.
+processes. They never decide. vLLM: `vllm/v1/core/sched/output.py`, `vllm/v1/outputs.py`, `vllm/v1/engine/__init__.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What came out of a step, by request id (`vllm/v1/outputs.py`)."""
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)  # of each request that has caught up
+    logprobs: dict[str, list[dict[int, Any]]] = field(default_factory=dict)  # of each of these tokens, if asked for
+    prompt_logprobs_dict: dict[str, list] = field(default_factory=dict)  # of prompts that the step completed
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # guesses for the next step
+
+
 @dataclass(slots=True)
 class EngineCoreOutput:
     """What a step brought one request."""
@@ -41,6 +51,8 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     kv_transfer_params: dict[str, Any] | None = None  # where its keys and values are, for whoever goes on with it
+    new_logprobs: dict[int, Any] | None = None  # of the new token, which is one if they are asked for
+    new_prompt_logprobs: list | None = None  # one entry per token of its prompt, which is now computed
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.output import EngineCoreOutput, KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
+from engine.output import EngineCoreOutput, KVConnectorMetadata, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -28,15 +28,8 @@ Attend = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.
 class Runner(Protocol):
     """What runs a step (`vllm/v1/worker/gpu_model_runner.py`): here, or far away."""
 
-    logprobs: dict[str, Any]  # of the last step, by request id, for those that ask
-    prompt_logprobs: dict[str, Any]  # of prompts that the last step completed
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Tokens of each request that has caught up, by request id."""
-        ...
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Guesses for the next step, by request id, once."""
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs the step, and says all that came of it: nothing of that is kept."""
         ...
 
 

@@ -45,6 +45,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request, SamplingParams
 from engine.spec_decode.trained import HEADS, Network, fused, network_shapes
+from engine.spec_decode.verifier import Sampled
 from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
 from lab.reserving import ReservingScheduler
@@ -184,7 +185,7 @@ class RecordingRunner(ModelRunner):
             self.records.setdefault(request.request_id, ([], [], []))[0].append(rows)
         return hidden
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
         """Draw from the top 16 at the given temperature; each request has its own stream of random numbers."""
         top = logits.topk(TOP_K)
         logprobs = top.values - logits.logsumexp(1, keepdim=True)  # [R, 16]
@@ -198,7 +199,7 @@ class RecordingRunner(ModelRunner):
             sampled[name] = [int(top.indices[i, place])]
             self.records[name][1].append(top.indices[i])
             self.records[name][2].append(logprobs[i])
-        return sampled
+        return sampled, {}
 
 
 def final_norm(model: llama.Llama, hidden: torch.Tensor) -> torch.Tensor:

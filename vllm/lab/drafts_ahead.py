@@ -74,9 +74,9 @@ def run(core: PipelineEngineCore, requests: Sequence[Request], overhead: float =
             pass
         if not core.batch_queue and scheduler.requests:
             raise RuntimeError("nothing can run, but requests wait: a sample was lost")
-        output, sampled = core.next_result()
+        output, result = core.next_result()
         in_vain += sum(request_id not in scheduler.requests for request_id in output.num_scheduled_tokens)
-        scheduler.update_from_output(output, sampled)
+        core.update_from_output(output, result)
     return [request.output_token_ids for request in requests], in_vain
 
 

@@ -7,13 +7,13 @@ drivers. It never allocates a tensor. vLLM: `vllm/v1/engine/core.py`, with no co
 from __future__ import annotations
 
 from engine.core.engine_core import EngineCore
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 
 
 class DryRun(EngineCore):
     """Each step is as long as the scheduler says, and computes nothing."""
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A prompt that was computed in part samples nothing yet."""
         requests = {request_id: self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens}
-        return {name: [0] for name, r in requests.items() if r.num_computed_tokens == r.num_tokens}
+        return ModelRunnerOutput({name: [0] for name, r in requests.items() if r.num_computed_tokens == r.num_tokens})

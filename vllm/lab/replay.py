@@ -22,7 +22,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
-from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, prompt_length_error
 from lab.workload_files import (
     REFERENCE,
@@ -52,7 +52,7 @@ class ReplayCore(EngineCore):
         )
         super().__init__(Scheduler(limits, manager, async_scheduling=config["async_scheduling"]))
         self.config, self.depth = config, 1 + config["async_scheduling"]
-        self.queue: deque[tuple[SchedulerOutput, dict[str, list[int]]]] = deque()  # steps not heard of
+        self.queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()  # steps not heard of
         self.forced: dict[str, list[int]] = {}
         self.last_tables: dict[str, list[int]] = {}
         self.entry: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class ReplayCore(EngineCore):
     def check_request(self, request: Request) -> None:
         """vLLM's front end looks at the prompt's length only, and that is done before the replay starts."""
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The recorded tokens; `entry` is the step as the trace has it."""
         scheduler, tables = self.scheduler, self.scheduler.kv_cache_manager.req_to_blocks
         for request in output.preempted_reqs:  # its next table is news, even if it should be the same
@@ -91,7 +91,7 @@ class ReplayCore(EngineCore):
             "blocks": changed,
             "free_blocks": [scheduler.kv_cache_manager.block_pool.num_free_blocks],
         }
-        return sampled
+        return ModelRunnerOutput(sampled)
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule a step; hear of the oldest once `depth` are in the queue (vLLM: `step_with_batch_queue`)."""
@@ -99,14 +99,14 @@ class ReplayCore(EngineCore):
         self.queue.append((output, self.execute_model(output)))
         if len(self.queue) < self.depth:
             return []
-        output, sampled = self.queue.popleft()
-        for request_id, token_ids in sampled.items():
+        output, result = self.queue.popleft()
+        for request_id, token_ids in result.sampled_token_ids.items():
             if not token_ids and request_id in self.scheduler.requests:  # it has not ended while this was on its way
                 raise common.InputError(
                     f"forced_output_token_ids of request {request_id!r}: has "
                     f"{len(self.forced[request_id])} tokens, but the request goes on"
                 )
-        return self.scheduler.update_from_output(output, sampled)
+        return self.update_from_output(output, result)
 
     def recorded_step(self) -> dict[str, Any]:
         """One `step()`, described in the format of the recordings."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 from lab.dry_run import DryRun
 from lab.records import Record
@@ -47,7 +47,7 @@ class SimulatedCore(DryRun):
 
     now = 0
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
         self.now += StepCost()([(n, requests[i].num_computed_tokens) for i, n in scheduled.items()])
         return super().execute_model(output)

@@ -212,7 +212,9 @@ def show_scores(llm: LLM, model: llama.Llama, tokenizer: Tokenizer) -> None:
     outputs = llm.generate([prompt + ending for ending in ENDINGS], params)
     scores, first = [], len(tokenizer.encode(prompt))
     for output in outputs:
-        chosen = [entry[t] for t, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+        assert output.prompt_logprobs
+        entries = zip(output.prompt_token_ids, output.prompt_logprobs)
+        chosen = [entry[t] for t, entry in entries if entry]  # of the first token nothing is known
         scores += [x.logprob for x in chosen]
         ending = chosen[first - 1 :]
         said = "  ".join(f"{x.decoded_token!r} {x.logprob:.2f} (rank {x.rank})" for x in ending)

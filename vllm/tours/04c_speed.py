@@ -34,7 +34,7 @@ import copy
 import functools
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +51,13 @@ from engine.attention.torch_paged import decode, decode_gathered, gather_plan, p
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.queues import FCFSRequestQueue
 from engine.core.scheduler import Scheduler
 from engine.model.packed_linear import pack_weights
 from engine.output import SchedulerOutput
 from engine.registry import fill
 from engine.request import Request, SamplingParams
+from engine.worker.model_runner import ModelRunner
 from lab import naive
 from lab.matrix_products import matmul_seconds
 from lab.offline_run import serve
@@ -202,7 +204,7 @@ def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: in
     blocks = 1 + num_seqs * -(-max_model_len // 16)
     config = VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
     core = assemble.make_core(model, limits, blocks, 16, config, enable_prefix_caching=False)
-    runner = core.runner
+    runner: Any = core.runner  # whose model and batch may be what an early stage had
     if not stage.packed:
         runner.model = model if stage.fused else split_projections(model)
     if not stage.arrays:
@@ -277,7 +279,7 @@ PARTS = {
 
 def profile(core: EngineCore, prompts: Sequence[list[int]], n_out: int) -> dict[str, float]:
     """Milliseconds of a decode step by part. A stopwatch around each call: a part excludes the parts inside it."""
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     running = [0.0]  # seconds that inner parts took, per part that is open
 
     def timed(part: str, fn: Callable) -> Callable:
@@ -295,6 +297,7 @@ def profile(core: EngineCore, prompts: Sequence[list[int]], n_out: int) -> dict[
         return call
 
     runner, scheduler = core.runner, core.scheduler
+    assert isinstance(runner, ModelRunner)
     model = runner.model = copy.copy(runner.model)
     model.linear = {name: timed("products", layer) for name, layer in model.linear.items()}
     attend = runner.attend
@@ -327,6 +330,7 @@ class RescanningScheduler(Scheduler):
     """A scheduler that sorts its queue before every step: right, and slower with every request that joins it."""
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        assert isinstance(self.waiting, FCFSRequestQueue)
         waiting = sorted(self.waiting)
         self.waiting.clear()
         self.waiting.extend(waiting)
@@ -411,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if expected and tokens[0] != expected[0]:
             raise common.CheckFailed(f"{name}: other tokens")
         before, expected = rate, tokens
-    finals = None
+    finals: list[list[int]] = []
     for stage in STAGES:
         core = make_core(model, stage, B, 64)
         serve(core, prompts[:1], [2])  # warm up

@@ -285,7 +285,7 @@ class StoredKeys(NamedTuple):
     stored: torch.Tensor  # [n, D], rotated if the format rotates
     codes: torch.Tensor  # uint8 [n, D] or [D, n]
     scale: torch.Tensor  # [n, 1] or [D, 1]
-    mid: torch.Tensor
+    mid: torch.Tensor | None  # None: the grid is symmetric
     restored: torch.Tensor  # [n, D]
 
 

@@ -96,7 +96,8 @@ def derivative(node: Node, byte: int) -> Node:
             return concat([derivative(inner, byte), rest])
         case Concat(()):
             return NOTHING
-        case Concat((first, *rest)):
+        case Concat(parts):
+            first, *rest = parts
             found = concat([derivative(first, byte), *rest])
             return alt([found, derivative(concat(rest), byte)]) if nullable(first) else found
 

@@ -55,7 +55,7 @@ from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.parallel.config import ParallelConfig, get_pp_indices
 from engine.parallel.executors import ExecutorFailed, MultiprocExecutor
 from engine.parallel.pipeline import PipelineEngineCore
@@ -91,6 +91,7 @@ def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend,
     for stage in range(stages):
         layers = range(*get_pp_indices(model.config.num_hidden_layers, stage, stages))
         hidden = model.forward(token_ids, positions, attend, hidden, layers)
+    assert hidden is not None
     return hidden
 
 
@@ -115,8 +116,6 @@ class TimedStages:
     def __init__(self, stages: int) -> None:
         self.stages, self.now, self.free = stages, 0, [0] * stages
         self.batches: list[dict[str, Any]] = []
-        self.logprobs: dict[str, dict] = {}
-        self.prompt_logprobs: dict[str, list] = {}
 
     def submit(self, output: Any) -> Any:
         """Place a micro-batch: each stage begins when it is free and the one before has sent; ticks."""
@@ -144,16 +143,16 @@ class TimedStages:
         )
         return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
 
-    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict, dict]:
+    def _finish(self, at: int, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         self.now = max(self.now, at)
-        return sampled, {}, {}, {}
+        return ModelRunnerOutput(sampled)
 
 
 def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], outputs: Sequence[int]) -> dict:
     """Every micro-batch's way through the stages, in ticks: `at` it was scheduled, and took the first free place."""
     config = SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget)
     scheduler = make_scheduler(config, 4096, 16, enable_prefix_caching=False)
-    runner = TimedStages(stages)
+    runner: Any = TimedStages(stages)  # it has what a core with steps in flight asks for
     core = PipelineEngineCore(scheduler, runner, in_flight)
     for i, (prompt, n) in enumerate(zip(prompts, outputs)):
         params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
@@ -195,7 +194,7 @@ class CountedHits(DryRun):
 
     hits = asked = 0
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.hits += sum(request.num_cached_tokens for request in output.scheduled_new_reqs)
         self.asked += sum(request.num_prompt_tokens for request in output.scheduled_new_reqs)
         return super().execute_model(output)
@@ -286,7 +285,7 @@ def build_engine(
     budget: int = 64,
 ) -> Any:
     """Lesson 06's engine, in this process or on the workers of an executor."""
-    options = {
+    options: dict[str, Any] = {
         "max_model_len": 256,
         "max_num_seqs": 16,
         "max_num_batched_tokens": budget,
@@ -344,8 +343,7 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
             collector = llm.add_request(name, prompts[i], params)
             (own_name,) = llm.front.callers[name].unfinished
             engines[name] = llm.client.engine_of[own_name]
-            async for output in llm.outputs(collector):
-                final = output
+            *_, final = [output async for output in llm.outputs(collector)]
             return final.outputs[0].token_ids
 
         tokens = await asyncio.gather(*map(client, range(len(prompts))))

@@ -141,8 +141,9 @@ async def start_server(reply: Callable[[dict], AsyncIterator[bytes]]) -> tuple[a
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
-                length = int(re.search(rb"(?i)content-length: *(\d+)", head)[1])
-                body = json.loads(await reader.readexactly(length))
+                found = re.search(rb"(?i)content-length: *(\d+)", head)
+                assert found, "every request here has a body"
+                body = json.loads(await reader.readexactly(int(found[1])))
                 writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
                 async for data in reply(body):
                     writer.write(b"%x\r\n%s\r\n" % (len(data), data))

@@ -183,12 +183,14 @@ def slow_reader(handoff: str, step_ms: int, read_ms: int, tokens: int) -> dict[s
 
     def take() -> list[int]:
         news = collector.get_nowait() if handoff == "collector" else pieces.popleft()
+        assert news, "it is asked when something waits"
         return news.outputs[0].token_ids
 
     def waiting() -> tuple[int, int]:
         """Items, and tokens in them."""
         if handoff == "collector":
-            return (1, len(collector.output.outputs[0].token_ids)) if collector.output else (0, 0)
+            news = collector.output
+            return (1, len(news.outputs[0].token_ids)) if isinstance(news, RequestOutput) else (0, 0)
         return len(pieces), len(pieces)
 
     now = reader_free = produced = delivered = 0
@@ -247,6 +249,7 @@ async def measure_place(
         await serve_clients(llm, prompts[:2], dataclasses.replace(params, max_tokens=3))  # warm up
         runs = [await serve_clients(llm, prompts, params) for _ in range(rounds)]
         late = [x for run in runs for x in run["lateness"]]
+        assert params.max_tokens
         tokens = len(prompts) * params.max_tokens
         assert (await llm.call_utility("check_idle"))["owned_blocks"] == 0
         return {

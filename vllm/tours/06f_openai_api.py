@@ -316,17 +316,19 @@ CHAT = {"model": "smol",
 CHAT_BYTES, WORD = json.dumps(CHAT).encode(), CompletionOutput(0, " word", [1])
 
 
-def an_event() -> bytes:
+def an_event() -> str:
     """What a client is sent for one token of five letters."""
-    serving = OpenAIServing(ScriptedLLM(), ["smol"])
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], stream=True)
+    scripted: Any = ScriptedLLM()  # it has what the API asks of an AsyncLLM
+    serving = OpenAIServing(scripted, ["smol"])
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "stream": True})
     job = Job("chatcmpl-" + 32 * "0", "SmolLM2-135M-Instruct", request, SamplingParams(), [], 1_700_000_000)
     return event(serving.envelope(job, [serving.choice(job, 0, WORD)]))
 
 
 def measure_costs(seconds: float) -> dict[str, float]:
     """Microseconds of what the event loop does for a request and for a token."""
-    serving = OpenAIServing(ScriptedLLM(), ["smol"])
+    scripted: Any = ScriptedLLM()
+    serving = OpenAIServing(scripted, ["smol"])
     job = Job("chatcmpl-" + 32 * "0", "smol", ChatCompletionRequest(**CHAT), SamplingParams(), [])
     read = ChatCompletionRequest.model_validate
 

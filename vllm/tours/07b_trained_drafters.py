@@ -56,17 +56,17 @@ from engine.llm_engine import LLMEngine
 from engine.registry import fill
 from engine.request import SamplingParams
 from engine.spec_decode import trained
-from engine.spec_decode import tree as trees
+from lab import tree as trees
 from engine.spec_decode.drafters import Drafter, SpeculativeConfig
 from engine.spec_decode.trained import WEIGHTS, DraftTable, Network, make_drafter
-from engine.spec_decode.tree import Tree, fill_tree, plan_tree, stands, tree_attention, verify_greedy
+from lab.tree import Tree, fill_tree, plan_tree, stands, tree_attention, verify_greedy
 from lab import drafter_training as training
 from lab import drafts_ahead
 
 KEY = "07b_trained_drafters"
 
 # The drafters, their networks and caches are in engine/spec_decode/trained.py; the tree, its attention and the rules
-# for which path stands in engine/spec_decode/tree.py; the training in lab/drafter_training.py.
+# for which path stands in lab/tree.py; the training in lab/drafter_training.py.
 
 
 # --- What they are held against ---------------------------------------------------------------------------------------
@@ -335,7 +335,8 @@ def random_trees(
     for b, tree in enumerate(trees):
         slots = [tables[b][p // block_size] * block_size + p % block_size for p in range(lens[b])]
         rows = q[meta.query_start_loc[b] : meta.query_start_loc[b + 1]]
-        reference.append(tree_attention_reference(rows, *kv.flatten(1, 2)[:, slots], contexts[b], tree))
+        keys, values = kv.flatten(1, 2)[:, slots]
+        reference.append(tree_attention_reference(rows, keys, values, contexts[b], tree))
     masks = torch.cat([tree.mask_tensor(q.device) for tree in trees])
     context_lens = torch.tensor(contexts, device=q.device).int()
     most = max(len(tree.parents) for tree in trees)

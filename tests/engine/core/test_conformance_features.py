@@ -123,7 +123,8 @@ class Core(replay.ReplayCore):
         )
 
     def execute_model(self, output):
-        sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
+        result, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
+        sampled = result.sampled_token_ids
         for request_id in sampled if self.drafting else ():
             places, written = len(drafts.get(request_id, ())), self.written[request_id]
             rest = self.forced[request_id][written:] or [0]  # behind an end nobody knew
@@ -134,7 +135,7 @@ class Core(replay.ReplayCore):
         self.entry["drafts"] = {request_id: list(token_ids) for request_id, token_ids in drafts.items()}
         self.sampled.append({request_id: list(token_ids) for request_id, token_ids in sampled.items()})
         self.entry["loading"] = sorted(getattr(self.scheduler, "waiting_for_remote_kvs", ()))
-        return sampled
+        return result
 
     def recorded_step(self):
         entry, requests = super().recorded_step(), self.scheduler.requests

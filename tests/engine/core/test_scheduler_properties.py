@@ -21,6 +21,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import make_scheduler
+from engine.output import ModelRunnerOutput
 from engine.request import Request
 from engine.request import RequestStatus
 from engine.request import SamplingParams
@@ -74,7 +75,7 @@ class FakeEngine(EngineCore):
                 self.memory[table[p // size]][p % size] = digest(before, request.all_token_ids[p])
             if end == request.num_tokens:
                 sampled[request_id] = [self.memory[table[(end - 1) // size]][(end - 1) % size][0] % VOCABULARY]
-        return sampled
+        return ModelRunnerOutput(sampled)
 
 
 small = st.integers(1, 8)
@@ -173,10 +174,10 @@ class Machine(RuleBasedStateMachine):
             run = self.engine.execute_model
 
             def run_and_abort(output):
-                sampled = run(output)
+                result = run(output)
                 self.engine.abort_requests([victim])
                 self.ended.add(victim)
-                return sampled
+                return result
 
             self.engine.execute_model = run_and_abort
             try:

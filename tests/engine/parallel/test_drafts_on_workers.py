@@ -31,7 +31,7 @@ from engine.config import VllmConfig
 from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
 from engine.parallel.workers import Workers
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.model import folders, llama
 from engine.model.config import LlamaConfig
 from engine.engine_args import EngineArgs
@@ -151,7 +151,7 @@ def serve(engine, jobs=JOBS, priorities=None):
             i = int(output.request_id)
             tokens.setdefault(i, []).extend(output.new_token_ids)
             if jobs[i][1].logprobs is not None:
-                found = core.runner.logprobs[output.request_id]
+                found = output.new_logprobs
                 assert len(output.new_token_ids) == 1 and output.new_token_ids[0] in found
                 logprobs.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
         for name in latest.keys() & scheduler.requests.keys():
@@ -363,10 +363,10 @@ def test_drafts_behind_a_dropped_token_are_dropped(late, end):
         core.abort_requests(["8"])
         core.add_request(request := Request("8", JOBS[8][0], JOBS[8][1]))
     assert core.put_in_flight(), "it runs, and the first life's token has not arrived"
-    assert core.next_result()[1] == {} and not request.spec_token_ids
-    output, sampled = core.next_result()
+    assert core.next_result()[1] == ModelRunnerOutput() and not request.spec_token_ids
+    output, result = core.next_result()
     assert len(request.spec_token_ids) == 3, "those of this life do come"
-    first = core.scheduler.update_from_output(output, sampled)
+    first = core.update_from_output(output, result)
     got = [token for outputs in (first, *steps(core)) for found in outputs for token in found.new_token_ids]
     assert got == plain()[0][8]
 
@@ -401,7 +401,7 @@ def test_the_serving_loop_with_drafts(late):
                 i = int(output.request_id)
                 got.setdefault(i, []).extend(output.new_token_ids)
                 if JOBS[i][1].logprobs is not None:
-                    found = letter.logprobs[output.request_id]
+                    found = output.new_logprobs
                     scores.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
     assert [got[i] for i in range(len(JOBS))] == plain()[0] and scores == plain()[1]
     assert proc.check_idle() == scaling.IDLE and core.scheduler.spec_decoding_stats.num_accepted_tokens > 20

@@ -46,7 +46,7 @@ from engine.assemble import make_core
 from engine.config import SchedulerConfig
 from engine.config import VllmConfig
 from engine.llm import make_llm_engine
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.core.engine_core import EngineCore
@@ -64,7 +64,6 @@ from engine.parallel.worker import Worker
 from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import Workers
 from engine.sampling.sampler import Logprob
-from engine.sampling.sampler import StepLogprobs
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
 import torch
 from hypothesis import given, settings
@@ -292,7 +291,7 @@ class ThreadExecutor(executors.Executor):
             answers = collect()
             if method == "execute_model":  # stages before the last sample nothing, shards of the last the same
                 before, last = answers[: self.last_stage], answers[self.last_stage :]
-                assert all(a == ({}, {}, {}, {}) for a in before) and all(a == last[0] for a in last)
+                assert all(a == ModelRunnerOutput() for a in before) and all(a == last[0] for a in last)
             return answers[reply_rank]
 
         result = collect if reply_rank is None else one
@@ -380,9 +379,7 @@ def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
     group = PipelineGroup(range(2), 1)
     group.recv((3,), torch.float32)
     assert group.waited == 3
-    worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8),
-                                                      take_draft_token_ids=dict, logprobs={},
-                                                      prompt_logprobs={})  # fmt: skip
+    worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8))
     worker.execute_model(StepMessage({}, [], [], [], [], []))
     assert worker.take_spans() == [(25, 27)] and worker.take_spans() == []
 
@@ -523,9 +520,10 @@ def test_a_parallel_engine_has_a_batch_for_every_stage(late):
 
 def test_sampling_and_logprobs_survive_the_way(late):
     fields = {"temperature": 0.9, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 2}
-    core = core_on(late, 2)
+    core, told = core_on(late, 2), []
+    core.step = lambda: told.extend(found := PipelineEngineCore.step(core)) or found
     assert serve(core, **fields) == serve(plain_core(_model()), **fields)
-    assert core.runner.logprobs
+    assert told and all(output.new_token_ids[0] in output.new_logprobs for output in told)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])
@@ -539,9 +537,9 @@ def test_prompts_are_scored_where_the_logits_are(tp, pp):
             core.add_request(Request(str(i), prompt, params))
         told.append({})
         while core.scheduler.has_unfinished_requests():
-            core.step()
-            assert not told[-1].keys() & core.runner.prompt_logprobs.keys(), "told once"
-            told[-1] |= core.runner.prompt_logprobs
+            scored = {o.request_id: o.new_prompt_logprobs for o in core.step() if o.new_prompt_logprobs}
+            assert not told[-1].keys() & scored.keys(), "told once"
+            told[-1] |= scored
     executor.shutdown()
     assert [*told[0]] == ["1", "3"] and told[0].keys() == told[1].keys()
     for name, scores in told[0].items():
@@ -893,11 +891,8 @@ def test_routing_gains_hits_and_costs_balance():
 
 def test_letters_and_nothing_else_are_unpickled():
     request = Request("0", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}), cache_salt="s")
-    outputs = EngineCoreOutputs([EngineCoreOutput("0", [5], "stop", 5)],
-                                             SchedulerStats(1, 2, 0.5),
-                                             {"0": {5: Logprob(-0.1, 1, "a")}},
-                                             prompt_logprobs={"0": [None, {2: Logprob(-3.0, 9)}]},
-                                             )  # fmt: skip
+    scores = {"new_logprobs": {5: Logprob(-0.1, 1, "a")}, "new_prompt_logprobs": [None, {2: Logprob(-3.0, 9)}]}
+    outputs = EngineCoreOutputs([EngineCoreOutput("0", [5], "stop", 5, **scores)], SchedulerStats(1, 2, 0.5))
     kind, twin = loads(pickle.dumps((ADD, request)))
     assert kind is ADD and vars(twin).keys() == vars(request).keys() and twin.sampling_params == request.sampling_params
     assert loads(pickle.dumps(outputs)) == outputs
@@ -1107,8 +1102,6 @@ def test_a_step_for_nobody_is_told_to_all_and_one_for_the_dead_to_none():
         assert box.split(empty) == {0: empty, 1: empty}
         assert box.split(EngineCoreOutputs([EngineCoreOutput("unknown", [5])])) == {}
         box.owner |= {"mine": 0, "yours": 1}
-        parts = box.split(EngineCoreOutputs(prompt_logprobs={"mine": [None], "gone": [None]}))
-        assert {index: part.prompt_logprobs for index, part in parts.items()} == {0: {"mine": [None]}}
         parts = box.split(EngineCoreOutputs(preempted=["mine", "gone"]))
         assert {index: part.preempted for index, part in parts.items()} == {0: ["mine"]}
 
@@ -2225,13 +2218,10 @@ def test_each_client_gets_its_part_of_everything_in_a_letter():
         box.owner |= {"mine": 0, "yours": 1}
         parts = box.split(EngineCoreOutputs(
             [EngineCoreOutput(name, [5]) for name in ("mine", "yours", "gone")],
-            logprobs=StepLogprobs({"yours": {5: Logprob(-1.0, 1)}, "gone": {}}),
             admitted={name: Admission(0.5, 16, 0) for name in ("mine", "gone")},
         ))  # fmt: skip
         assert {i: [o.request_id for o in part.outputs] for i, part in parts.items()} == {0: ["mine"], 1: ["yours"]}
         assert parts[0].admitted == {"mine": Admission(0.5, 16, 0)} and parts[1].admitted == {}
-        assert [type(part.logprobs) for part in parts.values()] == [StepLogprobs] * 2, "it says whose tokens these are"
-        assert parts[1].logprobs == {"yours": {5: Logprob(-1.0, 1)}} and not parts[0].logprobs
 
 
 def test_letters_arrive_in_the_order_they_were_sent_in_whatever_they_say():

@@ -19,6 +19,7 @@ from engine.parallel.worker import Worker
 from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import make_executor
 from engine.engine_args import EngineArgs
+from engine.output import ModelRunnerOutput
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
 from support import first_layers
 import pytest
@@ -218,7 +219,7 @@ def test_letters_of_the_serving_loop(here, method, limits):
             i = int(output.request_id)
             got.setdefault(i, []).extend(output.new_token_ids)
             if JOBS[i][1].logprobs is not None:
-                found = letter.logprobs[output.request_id]
+                found = output.new_logprobs
                 scores.setdefault(i, []).append({t: drafting.Close(x.logprob) for t, x in found.items()})
     assert [got[i] for i in range(len(JOBS))] == plain()[0] and scores == plain()[1]
     assert sorted(admitted) == sorted(got and map(str, got))
@@ -276,9 +277,10 @@ def test_a_namesake_does_not_get_the_scores_of_another_prompt(here, on_threads, 
 
 def test_a_step_without_members_brings_no_scores_of_the_one_before(here):
     core = here().core
-    core.runner.logprobs, core.runner.prompt_logprobs = {"x": {}}, {"x": []}
-    assert core.put_in_flight() is None and core.next_result()[1] == {}
-    assert core.runner.logprobs == core.runner.prompt_logprobs == {}
+    core.add_request(Request("x", [5, 6], SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0)))
+    (output,) = core.step()
+    assert output.new_logprobs and output.new_prompt_logprobs
+    assert core.put_in_flight() is None and core.next_result()[1] == ModelRunnerOutput()
 
 
 @pytest.mark.parametrize("layout", ["ahead", "two stages"])

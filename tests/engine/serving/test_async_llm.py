@@ -85,7 +85,7 @@ def test_scores_of_a_step_that_gave_nobody_a_token_are_not_lost(tiny_model, real
     llm.front.add_request("a", ids(1, 2), dataclasses.replace(GREEDY, prompt_logprobs=0), stream=True)
     (name,) = llm.front.sequences
     scores = [None, {2: Logprob(-1.0, 3)}]
-    asyncio.run(llm._deliver(EngineCoreOutputs(prompt_logprobs={name: scores})))
+    asyncio.run(llm._deliver(EngineCoreOutputs([EngineCoreOutput(name, [], new_prompt_logprobs=scores)])))
     assert llm.collectors["a"].get_nowait() is None
     for token in (5, 6):
         asyncio.run(llm._deliver(EngineCoreOutputs([EngineCoreOutput(name, [token])])))

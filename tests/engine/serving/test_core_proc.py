@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
+from engine.output import ModelRunnerOutput
 from engine.request import Request, SamplingParams
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.front_end import FrontEnd
@@ -26,7 +27,7 @@ class Zeros(EngineCore):
     """No model: everybody's next token is 0."""
 
     def execute_model(self, output):
-        return {request_id: [0] for request_id in output.num_scheduled_tokens}
+        return ModelRunnerOutput({request_id: [0] for request_id in output.num_scheduled_tokens})
 
 
 class Life(RuleBasedStateMachine):

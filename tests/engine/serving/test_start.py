@@ -15,6 +15,7 @@ from engine.engine_args import EngineArgs
 from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
 from engine.model import llama
+from engine.parallel.memory import kv_cache_memory
 from engine.quantization.kv_codes import KV_CACHE_DTYPES, block_bytes
 from engine.quantization.methods import METHODS
 from engine.request import SamplingParams
@@ -181,3 +182,10 @@ def test_a_warm_up_takes_prompts_of_every_length_that_has_a_kernel(
     warm_up(engine)
     assert all(len(each) == 1 for each in found) and {each[0] for each in found} == heights | {1}
     assert sum(each != [1] for each in found) >= 2 * len(heights), "greedy and not"
+
+
+def test_a_cache_in_bytes_comes_before_one_in_gib(tiny_load, tiny_model, monkeypatch):
+    block = block_bytes(tiny_model, 16, "auto")
+    assert make(kv_cache_memory_bytes=30 * block).core.scheduler.kv_cache_manager.block_pool.num_blocks == 31
+    monkeypatch.setattr(common, "HAS_GPU", True)
+    assert kv_cache_memory(EngineArgs(kv_cache_memory_bytes=5), tiny_model, 16) == 5, "no profile is needed"

@@ -38,9 +38,9 @@ from support.scripts import execute, script_job
 from engine.model import folders, llama, loader
 from engine.request import SamplingParams
 from engine.spec_decode import trained
-from engine.spec_decode import tree as trees
+from lab import tree as trees
 from engine.spec_decode.drafters import Draft, DraftContext, Drafter, SpeculativeConfig
-from engine.spec_decode.tree import Tree
+from lab.tree import Tree
 from lab import drafter_training as training
 from lab import drafts_ahead, naive
 

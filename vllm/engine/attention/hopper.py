@@ -4,11 +4,8 @@ Owns the kernel and what it takes; called by lesson 03's `flash_attention` where
 else. vLLM: `vllm/vllm_flash_attn/`, whose `hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp` is this loop.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from common import InputError
 from collections.abc import Iterable
 
 from engine.core.scheduler import Scheduler
-from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, RequestStatus, prompt_length_error
 from engine.seams import Runner
 
@@ -49,16 +49,31 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """One forward pass for all that are scheduled."""
         output = self.scheduler.schedule()
-        return self.scheduler.update_from_output(output, self.execute_model(output))
+        return self.update_from_output(output, self.execute_model(output))
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Run the model on the scheduled tokens. Returns {request id: sampled tokens} for those that have caught up.
-        What it guesses for the next step goes to the scheduler at once."""
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the model on the scheduled tokens. What it guesses for the next step goes to the scheduler at once."""
         assert self.runner
-        sampled = self.runner.execute_model(output)
-        if drafts := self.runner.take_draft_token_ids():
-            self.scheduler.update_draft_token_ids(drafts)
-        return sampled
+        result = self.runner.execute_model(output)
+        if result.draft_token_ids:
+            self.scheduler.update_draft_token_ids(result.draft_token_ids)
+        return result
+
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """The scheduler hears of the sampled tokens; log probabilities go past it, to whoever gets the outputs."""
+        outputs = self.scheduler.update_from_output(output, result.sampled_token_ids)
+        if result.logprobs:
+            entries = {request_id: iter(found) for request_id, found in result.logprobs.items()}
+            for each in outputs:
+                if each.new_token_ids and each.request_id in entries:
+                    each.new_logprobs = next(entries[each.request_id])
+        if scores := dict(result.prompt_logprobs_dict):
+            for each in outputs:
+                each.new_prompt_logprobs = scores.pop(each.request_id, None)
+            # Who was preempted meanwhile got no token, and will compute that one again, but not its scores.
+            untold = [name for name in scores if name in self.scheduler.requests]
+            outputs += [EngineCoreOutput(name, [], new_prompt_logprobs=scores[name]) for name in untold]
+        return outputs
 
 
 def check_pool(scheduler: Scheduler) -> None:

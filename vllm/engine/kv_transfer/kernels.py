@@ -5,9 +5,6 @@ It never knows whose blocks they are, or where the bytes go.
 vLLM: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_worker.py` (there, one engine reads the other's memory).
 """
 
-# pyright: reportInvalidTypeForm=false
-# `tl.int32` is an object, which the type checker does not take for a type.
-
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used

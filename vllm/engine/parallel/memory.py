@@ -23,10 +23,10 @@ def kv_cache_memory(args: Any, model: llama.Llama, budget: int) -> int:
 
     On a GPU: gpu_memory_utilization · total − the peak of a profile run, the largest step there can be, with room for
     adapters. As in vLLM, the run skips attention, whose own memory is small. On a CPU memory is shared with everybody,
-    so the flag decides.
+    so what was asked for decides.
     """
-    if not common.HAS_GPU:
-        return int(args.kv_cache_gib * 2**30)
+    if args.kv_cache_memory_bytes or not common.HAS_GPU:
+        return args.kv_cache_bytes
     slots = WorkerAdapters(args.lora_config) if args.lora_config else None
     if slots:  # the engine makes its own later, as large as these: a slot has room for the largest rank allowed
         slots.attach(model, None)

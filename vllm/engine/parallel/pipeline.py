@@ -10,7 +10,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from engine.core.engine_core import EngineCore
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request
 from engine.seams import Runner
 
@@ -19,7 +19,8 @@ class StepSender(Runner, Protocol):
     """A runner that need not be waited for."""
 
     def submit(self, output: SchedulerOutput) -> Any:
-        """Send a step on its way; what is returned has a `result()`. None if there is nothing to compute in it."""
+        """Send a step on its way; what is returned has a `result()`, a ModelRunnerOutput. None if there is nothing to
+        compute in it."""
         ...
 
 
@@ -55,8 +56,8 @@ class PipelineEngineCore(EngineCore):
         self.batch_queue.append((output, future, lives))
         return output
 
-    def next_result(self) -> tuple[Any, dict[str, list[int]]]:
-        """The oldest micro-batch's output and tokens; waits for it.
+    def next_result(self) -> tuple[Any, ModelRunnerOutput]:
+        """The oldest micro-batch, and what came of it; waits for it.
 
         What belongs to a request that has ended is dropped: another may have its name by now. A request preempted
         meanwhile will compute that token again, so this one is dropped: it would count twice.
@@ -64,12 +65,12 @@ class PipelineEngineCore(EngineCore):
         step ahead counts what is on its way, and hears of every token but those of requests that have ended.
         """
         if not self.batch_queue:  # nobody could run; the scheduler may have something to say about that
-            self.remote.logprobs, self.remote.prompt_logprobs = {}, {}
-            return self.empty_output, {}
+            return self.empty_output, ModelRunnerOutput()
         output, future, lives = self.batch_queue.popleft()
-        sampled, self.remote.logprobs, scores, drafts = future.result()
+        result = future.result()
+        sampled, scores, drafts = result.sampled_token_ids, result.prompt_logprobs_dict, result.draft_token_ids
         alive = {name for name, (request, _) in lives.items() if self.scheduler.requests.get(name) is request}
-        self.remote.prompt_logprobs = {name: scores[name] for name in scores.keys() & alive}
+        scores = {name: scores[name] for name in scores.keys() & alive}
         if self.scheduler.async_scheduling:
             for name in lives.keys() - alive:
                 output.scheduled_spec_decode_tokens.pop(name, None)
@@ -77,10 +78,11 @@ class PipelineEngineCore(EngineCore):
             alive = {name for name in alive if lives[name][0].num_preemptions == lives[name][1]}
         if drafts:
             self.scheduler.update_draft_token_ids({name: drafts[name] for name in drafts.keys() & alive})
-        return output, {request_id: token_ids for request_id, token_ids in sampled.items() if request_id in alive}
+        sampled = {request_id: token_ids for request_id, token_ids in sampled.items() if request_id in alive}
+        return output, ModelRunnerOutput(sampled, result.logprobs, scores)
 
     def step(self) -> list[Any]:
         """Fill the pipeline, then take what comes out of it first."""
         while self.put_in_flight():
             pass
-        return self.scheduler.update_from_output(*self.next_result())
+        return self.update_from_output(*self.next_result())

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.config import SchedulerConfig
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.parallel.messages import StepMessage, StepWriter
 from engine.parallel.transfers import RemoteConnector
 from engine.parallel.workers import Workers
@@ -34,8 +34,6 @@ class RemoteRunner:
         self.executor, parallel = workers.executor, workers.parallel
         self.output_rank, self.connector = parallel.output_rank, connector
         self.writer = StepWriter(sends_tokens=not parallel.async_scheduling)
-        self.logprobs: dict[str, dict] = {}
-        self.prompt_logprobs: dict[str, list] = {}
         self.executor.collective_rpc("initialize_from_config", limits, num_blocks, block_size, seed)
         if connector:
             connector.attach(self.executor.world_size, self.executor.collective_rpc("about_connector")[0])
@@ -61,10 +59,6 @@ class RemoteRunner:
 
         return SimpleNamespace(result=result) if message else result()
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A core with steps in flight calls `submit`."""
         raise NotImplementedError
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """They come with a step's result."""
-        return {}

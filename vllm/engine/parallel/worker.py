@@ -20,7 +20,7 @@ from engine.distributed.group import GroupCoordinator
 from engine.lora.lora_model import LoRAModel
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
-from engine.output import KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
+from engine.output import KVConnectorMetadata, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from engine.parallel.adapters import WorkerAdapters, shard_adapter
 from engine.parallel.config import ParallelConfig
 from engine.parallel.memory import kv_cache_memory
@@ -30,9 +30,6 @@ from engine.parallel.transfers import Order, carry_out, own_connector
 from engine.request import Request
 from engine.sampling.guided.guided_decoding import GuidedDecoding
 from engine.worker.assemble import make_runner
-
-# By request id: tokens, their logprobs, those of prompts, drafts for the next step; empty before the last stage.
-StepResult = tuple[dict[str, list[int]], dict[str, dict], dict[str, list], dict[str, list[int]]]
 
 
 @dataclass
@@ -100,8 +97,9 @@ class Worker:
         folder = folders.model_folder(self.spec.model if isinstance(self.spec.model, str) else None)
         return GuidedDecoding(Tokenizer(folder), self.model.config)
 
-    def execute_model(self, message: StepMessage, meta: KVConnectorMetadata | None = None) -> StepResult:
-        """Bring the copies up to date and run the step, with a connector's orders if there are any."""
+    def execute_model(self, message: StepMessage, meta: KVConnectorMetadata | None = None) -> ModelRunnerOutput:
+        """Bring the copies up to date and run the step, with a connector's orders if there are any. What comes of it is
+        empty before the last stage."""
         output = SchedulerOutput(
             message.num_scheduled_tokens,
             finished_req_ids=message.finished,
@@ -111,15 +109,14 @@ class Worker:
         )
         self._hear(message, output)
         start, waited = time.monotonic(), self.pp.waited
-        sampled = self.runner.execute_model(output)
+        result = self.runner.execute_model(output)
         if self.spec.parallel.async_scheduling:  # the next step may be here already, and needs them
-            for request_id, token_ids in sampled.items():
+            for request_id, token_ids in result.sampled_token_ids.items():
                 for token_id in token_ids:
                     # Who has got no token (NO_TOKEN_ID) is ended a step later; until then any token's id will do.
                     self.requests[request_id].append_output_token_id(max(token_id, 0))
         self.spans.append((start + self.pp.waited - waited, time.monotonic()))
-        drafts = self.runner.take_draft_token_ids()
-        return sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts
+        return result
 
     def _hear(self, message: StepMessage, output: SchedulerOutput) -> None:
         """What is new of each request, into the copies and into the step."""
@@ -152,7 +149,7 @@ class Worker:
 
     def execute_with_transfers(
         self, message: StepMessage | None, meta: KVConnectorMetadata, orders: list[Order]
-    ) -> tuple[StepResult | None, KVConnectorOutput]:
+    ) -> tuple[ModelRunnerOutput | None, KVConnectorOutput]:
         """Carry out the orders, and run the step if there is one. Returns what `execute_model` does, and what the
         connector has to say."""
         connector, answer = self.connector, None

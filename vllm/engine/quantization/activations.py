@@ -4,11 +4,8 @@ Owns the kernel and the two grids of W8A8; called by `linear.W8A8Linear` before 
 vLLM: `vllm/_custom_ops.py:scaled_int8_quant`, `vllm/model_executor/layers/quantization/input_quant_fp8.py:QuantFP8`.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -4,11 +4,8 @@ Owns the arithmetic on bits; called by the kernels in `dequant_matmul`, `activat
 loads a code: it is given registers. vLLM: `csrc/quantization/`, `vllm/model_executor/kernels/linear/mixed_precision/`.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -5,11 +5,8 @@ step's activations. It never rounds these. vLLM:
 `vllm/model_executor/kernels/linear/mixed_precision/triton_w4a16.py:TritonW4A16LinearKernel`.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -72,7 +69,9 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M: tl.int32, N, K, stride_
         here = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
         q = tl.load(codes + row * stride_w + byte[None, :], mask=here, other=0)  # [BLOCK_N, BYTES]
         if LATE:  # the next tile's
-            s, z, after = s_next, z_next, start + SPLIT_K * BLOCK_K
+            # LATE is a constant, which the type checker cannot know: they are bound.
+            s, z = s_next, z_next  # pyright: ignore[reportPossiblyUnboundVariable]
+            after = start + SPLIT_K * BLOCK_K
             s_next, z_next = load_scales(scale, zero, after // GROUP * N + n, n < tl.where(after < K, N, 0), ZERO)
         else:
             g = start // GROUP + tl.arange(0, GROUPS)[None, :]

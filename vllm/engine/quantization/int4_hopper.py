@@ -5,11 +5,8 @@ It never packs: `packed_weight.scale_words` has put scales and zeros in its orde
 vLLM: `csrc/quantization/machete/`, `vllm/model_executor/kernels/linear/mixed_precision/machete.py`.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -228,6 +225,7 @@ def int4_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
         return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns], layout)
 
+    assert weight.words is not None
     (M, K), N, block_m = x.shape, len(weight.codes), 8 if len(x) <= 8 else 16
     split_k = choose_split(N, K, M)
     out = torch.empty(split_k, M, N, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)

@@ -11,6 +11,7 @@ from common import InputError
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -229,7 +230,7 @@ class ChannelKVCache(QuantizedKVCache):
                     keys[row] = keys[self.rows[source]]
 
 
-def make_cache(model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dtype: str) -> KVCache:
+def make_cache(model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dtype: str) -> Any:
     """The cache for any of KV_CACHE_DTYPES; "auto" is lesson 02's, in the model's dtype. Raises InputError."""
     if kv_cache_dtype == "auto":
         return fill("cache.paged")(model, num_blocks, block_size)

@@ -4,11 +4,8 @@ Owns the kernel and its tiles; called by `kv_cache` in every layer of a GPU's st
 sum of its splits is lesson 02's kernel. vLLM: `vllm/v1/attention/ops/triton_unified_attention.py` with KV_QUANT_MODE.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913, PLR0915, C901
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -4,11 +4,8 @@ Owns the two kernels that write and the arithmetic that encodes; called by `kv_c
 page. vLLM: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `vllm/v1/attention/ops/int4_per_token_head.py`.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

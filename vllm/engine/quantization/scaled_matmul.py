@@ -4,11 +4,8 @@ Owns the kernel and its tiles; called by `linear.W8A8Linear` with what `activati
 vLLM: `vllm/model_executor/kernels/linear/scaled_mm/`, `vllm/_custom_ops.py:cutlass_scaled_mm`.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -25,6 +22,8 @@ from engine.quantization.split_k import add_splits, choose_split
 
 if common.HAS_TRITON:
     from triton.language.target_info import cuda_capability_geq
+
+int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]  torch has no other name for it
 
 #     x[m, k] ≈ a[m, k] · s_x[m],  w[n, k] ≈ b[n, k] · s_w[n]:     y[m, n] = s_x[m] · s_w[n] · Σ_k a[m, k] · b[n, k]
 #
@@ -47,15 +46,15 @@ def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M: tl.int32, N, K, FP8: tl
         a_rows = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
         b_rows = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
     else:
-        a_row, b_row = a + m.to(tl.int64)[:, None] * K, b + n.to(tl.int64)[:, None] * K
+        a_rows, b_rows = a + m.to(tl.int64)[:, None] * K, b + n.to(tl.int64)[:, None] * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
     for tile in range(tl.program_id(2), tl.cdiv(K, BLOCK_K), SPLIT_K):
         if WIDE:
             a_tile, b_tile = a_rows.load([i * BLOCK_M, tile * BLOCK_K]), b_rows.load([j * BLOCK_N, tile * BLOCK_K])
         else:
             k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-            a_tile = tl.load(a_row + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-            b_tile = tl.load(b_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+            a_tile = tl.load(a_rows + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+            b_tile = tl.load(b_rows + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
         if not FP8:
             acc = tl.dot(a_tile, b_tile.T, acc, out_dtype=tl.int32)
         elif E4M3:
@@ -84,7 +83,7 @@ def scaled_matmul(
     (M, K), N, fp8 = a.shape, len(b), a.dtype == torch.uint8
     if not common.runs_kernel(a):
         by_integers, grid = not fp8 and int8_sums_are_exact(), torch.float8_e4m3fn if fp8 else torch.int8
-        sums = torch._int_mm(a, b.T) if by_integers else a.view(grid).float() @ b.view(grid).float().T
+        sums = int_mm(a, b.T) if by_integers else a.view(grid).float() @ b.view(grid).float().T
         return (sums * a_scale[:, None] * b_scale).to(dtype)
     out = torch.empty(M, N, dtype=dtype, device=a.device)
     if M == 0:
@@ -132,4 +131,4 @@ def choose_scaled_tiles(M: int, N: int, K: int, deep: bool) -> tuple[bool, int, 
 def int8_sums_are_exact() -> bool:
     """A CPU without 8-bit dot products (VNNI) adds pairs in 16 bits first: oneDNN's sums stop there at 32,767."""
     a = torch.full((16, 64), 127, dtype=torch.int8)
-    return bool((torch._int_mm(a, a.T) == 127 * 127 * 64).all())
+    return bool((int_mm(a, a.T) == 127 * 127 * 64).all())

@@ -4,11 +4,8 @@ Owns into how many parts, and the kernel that adds them up; called by the wrappe
 `scaled_matmul`. It never multiplies. vLLM: `csrc/quantization/gptq_marlin/`, whose kernels reduce in place.
 """
 
-# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# A kernel takes pointers, strides and constants: many arguments.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 

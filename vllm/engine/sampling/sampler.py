@@ -252,11 +252,3 @@ class Sampler:
             | {t: Logprob(v, i + 1) for i, (t, v) in enumerate(zip(ids, values)) if i < k and t != token}
             for (token, value, rank, ids, values), k in zip(rows, wanted)
         ]
-
-
-class StepLogprobs(dict):
-    """{request id: one dictionary for each token of the step}, where a step brings several (lesson 07); each look-up of
-    a request takes the next one."""
-
-    def __getitem__(self, request_id: str) -> dict[int, Logprob]:
-        return super().__getitem__(request_id).pop(0)

@@ -20,7 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine import arguments, plugs
-from engine.engine_args import MAX_NUM_SEQS, PLACES, EngineArgs
+from engine.config import POLICIES
+from engine.engine_args import DEFAULTS, PLACES, ROUTING, EngineArgs
+from engine.parallel.config import BACKENDS
 from engine.registry import ATTENTION_BACKENDS
 from engine.serving import sockets
 from engine.serving.api_servers import run_api_servers
@@ -64,11 +66,11 @@ WHOLE, SWITCH = functools.partial(arguments.number, int), argparse.BooleanOption
 
 
 def add_serve_command(subparsers: Any) -> None:
-    """The flags of `serve`, under the names of vLLM's."""
+    """The flags of `serve`, under the names of vLLM's. Defaults and limits are those of `EngineArgs`."""
     p = subparsers.add_parser("serve", help="keep a server running", description=serve_command.__doc__)
     for title, add_flags in GROUPS.items():
         add_flags(p.add_argument_group(title).add_argument)
-    p.set_defaults(run=serve_command)
+    p.set_defaults(run=serve_command, **{f.name: f.default for f in dataclasses.fields(EngineArgs)})
 
 
 def add_server_flags(add: Callable[..., Any]) -> None:
@@ -83,12 +85,11 @@ def add_server_flags(add: Callable[..., Any]) -> None:
         metavar="S",
         help="seconds for running requests after a signal (default 10; vLLM's is 0)",
     )
-    add("--api-server-count", "-asc", type=WHOLE(1, 64), default=1, metavar="N", help="API server processes (06c)")
+    add("--api-server-count", "-asc", type=WHOLE(), metavar="N", help="API server processes (06c)")
     add("--headless", action="store_true", help="engines without an API server (06c)")
     add(
         "--engine-place",
         choices=PLACES,
-        default="process",
         help="where the engine core runs (VLLM_ENABLE_V1_MULTIPROCESSING=0: event-loop)",
     )
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own; or its text")
@@ -102,13 +103,12 @@ def add_model_flags(add: Callable[..., Any]) -> None:
     add("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id")
     add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: as --model)")
     add("--trust-remote-code", action="store_true", help="refused, with the reason")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    add("--seed", type=WHOLE(0, 2**31 - 1), default=0)
+    add("--dtype", help="auto, float32, bfloat16, float16")
+    add("--seed", type=WHOLE())
     add("--quantization", "-q", metavar="METHOD", help="of the weights: companion 05b's methods")
-    add("--max-model-len", type=WHOLE(2), metavar="N", help="tokens in a sequence (default: the model's)")
+    add("--max-model-len", type=WHOLE(), metavar="N", help="tokens in a sequence (default: the model's)")
     add(
         "--generation-config",
-        default="auto",
         metavar="auto|vllm|FOLDER",
         help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's",
     )
@@ -117,24 +117,30 @@ def add_model_flags(add: Callable[..., Any]) -> None:
 
 def add_scheduler_flags(add: Callable[..., Any]) -> None:
     """What a step may hold, and how much memory its blocks have."""
-    add("--max-num-seqs", type=WHOLE(1, MAX_NUM_SEQS), default=64, metavar="N", help="sequences in a step (default 64)")
-    add("--max-num-batched-tokens", type=WHOLE(1), metavar="N", help="tokens in a step (default 512, on a GPU 8192)")
-    add("--enable-chunked-prefill", action=SWITCH, default=True)
-    add("--long-prefill-token-threshold", type=WHOLE(0), default=0, metavar="N", help="a prompt's cap per step")
-    add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
-    add("--max-num-queued-reqs", type=WHOLE(1), default=1024, metavar="N", help="one more gets a 503 (default 1024)")
-    add("--block-size", type=WHOLE(1), default=16, metavar="N", help="tokens in a KV block (default 16)")
-    add("--enable-prefix-caching", action=SWITCH, default=True)
-    add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
-    add("--num-gpu-blocks-override", type=WHOLE(2), metavar="N", help="KV blocks, whatever the memory")
+    seats, small, large = DEFAULTS["serve"]
+    add("--max-num-seqs", type=WHOLE(), metavar="N", help=f"sequences in a step (default {seats})")
+    add(
+        "--max-num-batched-tokens",
+        type=WHOLE(),
+        metavar="N",
+        help=f"tokens in a step (default {small}, on a GPU {large})",
+    )
+    add("--enable-chunked-prefill", action=SWITCH)
+    add("--long-prefill-token-threshold", type=WHOLE(), metavar="N", help="a prompt's cap per step")
+    add("--scheduling-policy", choices=POLICIES)
+    add("--max-num-queued-reqs", type=WHOLE(), metavar="N", help="one more gets a 503 (default %(default)s)")
+    add("--block-size", type=WHOLE(), metavar="N", help="tokens in a KV block (default %(default)s)")
+    add("--enable-prefix-caching", action=SWITCH)
+    add("--kv-cache-dtype", metavar="DTYPE", help="auto, or one of lesson 05d's")
+    add("--num-gpu-blocks-override", type=WHOLE(), metavar="N", help="KV blocks, whatever the memory")
     add(
         "--gpu-memory-utilization",
-        type=arguments.number(float, 0.01, 1),
-        default=0.92,
+        type=arguments.number(float),
         metavar="F",
-        help="default 0.92",
+        help="default %(default)s",
     )
-    add("--kv-cache-gib", type=arguments.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
+    add("--kv-cache-gib", type=arguments.number(float), metavar="G", help="on a CPU (default %(default)s)")
+    add("--kv-cache-memory-bytes", type=WHOLE(), metavar="N", help="in place of these two, on any device")
 
 
 def add_runner_flags(add: Callable[..., Any]) -> None:
@@ -142,7 +148,6 @@ def add_runner_flags(add: Callable[..., Any]) -> None:
     add(
         "--attention-backend",
         choices=ATTENTION_BACKENDS,
-        default="unified",
         help="unified: lesson 10's, for everything in a step at once; paged: lesson 02's",
     )
     add(
@@ -152,26 +157,26 @@ def add_runner_flags(add: Callable[..., Any]) -> None:
         help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}",
     )
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
-    add("--async-scheduling", action=SWITCH, default=False, help="plan a step while the last one runs (lesson 05)")
+    add("--async-scheduling", action=SWITCH, help="plan a step while the last one runs (lesson 05)")
     add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')
     add("--enable-lora", action="store_true", help="serve adapters, too (lesson 12)")
-    add("--max-loras", type=WHOLE(1), default=1, metavar="N", help="adapters in a step (default 1)")
-    add("--max-lora-rank", type=WHOLE(1), default=16, metavar="R", help="largest rank (default 16)")
-    add("--max-cpu-loras", type=WHOLE(1), metavar="N", help="adapters kept in CPU memory (default: as --max-loras)")
+    add("--max-loras", type=WHOLE(), metavar="N", help="adapters in a step (default %(default)s)")
+    add("--max-lora-rank", type=WHOLE(), metavar="R", help="largest rank (default %(default)s)")
+    add("--max-cpu-loras", type=WHOLE(), metavar="N", help="adapters kept in CPU memory (default: as --max-loras)")
     add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to start with")
 
 
 def add_parallel_flags(add: Callable[..., Any]) -> None:
     """Workers, engines and machines."""
-    add("--tensor-parallel-size", "-tp", type=WHOLE(1, 64), default=1, metavar="N", help="shards of a layer (06c)")
-    add("--pipeline-parallel-size", "-pp", type=WHOLE(1, 64), default=1, metavar="N", help="ranges of layers (06c)")
-    add("--distributed-executor-backend", choices=("uni", "mp", "ray"), help="where workers run (06c)")
-    add("--data-parallel-size", "-dp", type=WHOLE(1, 64), default=1, metavar="N", help="engines (06c)")
-    add("--data-parallel-size-local", "-dpl", type=WHOLE(0, 64), metavar="N", help="of these, on this machine")
-    add("--data-parallel-start-rank", "-dpr", type=WHOLE(0, 64), default=0, metavar="N", help="of headless engines")
-    add("--data-parallel-address", "-dpa", default="127.0.0.1", metavar="HOST", help="where the API servers are")
-    add("--data-parallel-rpc-port", "-dpp", type=WHOLE(0, 65535), default=29550, metavar="PORT")
-    add("--data-parallel-routing", choices=("load", "prefix"), default="load", help="prefix: where it is cached")
+    add("--tensor-parallel-size", "-tp", type=WHOLE(), metavar="N", help="shards of a layer (06c)")
+    add("--pipeline-parallel-size", "-pp", type=WHOLE(), metavar="N", help="ranges of layers (06c)")
+    add("--distributed-executor-backend", choices=BACKENDS, help="where workers run (06c)")
+    add("--data-parallel-size", "-dp", type=WHOLE(), metavar="N", help="engines (06c)")
+    add("--data-parallel-size-local", "-dpl", type=WHOLE(), metavar="N", help="of these, on this machine")
+    add("--data-parallel-start-rank", "-dpr", type=WHOLE(), metavar="N", help="of headless engines")
+    add("--data-parallel-address", "-dpa", metavar="HOST", help="where the API servers are")
+    add("--data-parallel-rpc-port", "-dpp", type=WHOLE(), metavar="PORT")
+    add("--data-parallel-routing", choices=ROUTING, help="prefix: where it is cached")
     add("--kv-transfer-config", metavar="JSON", help="lesson 08: kv_connector, kv_role, kv_port, ...")
 
 

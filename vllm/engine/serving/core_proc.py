@@ -186,23 +186,14 @@ class EngineCoreProc:
         start = time.monotonic()
         output = self.scheduler.schedule()
         admitted = self._admissions(output, start)
-        sampled = self.core.execute_model(output)
+        result = self.core.execute_model(output)
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
-        outputs = self.scheduler.update_from_output(output, sampled)
+        outputs = self.core.update_from_output(output, result)
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
         stats.step_seconds = time.monotonic() - start
-        runner, preempted = self.core.runner, [request.request_id for request in output.preempted_reqs]
-        self.send(
-            EngineCoreOutputs(
-                outputs,
-                stats,
-                runner.logprobs if runner else {},
-                admitted,
-                preempted,
-                prompt_logprobs=runner.prompt_logprobs if runner else {},
-            )
-        )
+        preempted = [request.request_id for request in output.preempted_reqs]
+        self.send(EngineCoreOutputs(outputs, stats, admitted, preempted))
 
     def _admissions(self, output: SchedulerOutput, now: float) -> dict[str, Admission]:
         return {

@@ -157,10 +157,10 @@ class EngineMailbox:
         if all(box.gone for box in self.clients.values()):
             raise ClientGone
 
-    def split(self, letter: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:  # noqa: C901  a loop for each kind of news
+    def split(self, letter: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
         """A step's outputs by client. A step that brought nobody anything is told to all: it may have emptied us."""
-        logprobs, stats = type(letter.logprobs), letter.scheduler_stats  # of one token for each, or of several
-        parts: dict[int, Any] = defaultdict(lambda: EngineCoreOutputs(logprobs=logprobs(), scheduler_stats=stats))
+        stats = letter.scheduler_stats
+        parts: dict[int, Any] = defaultdict(lambda: EngineCoreOutputs(scheduler_stats=stats))
         for request_id, admission in letter.admitted.items():
             if (index := self.owner.get(request_id)) is not None:
                 parts[index].admitted[request_id] = admission
@@ -170,15 +170,10 @@ class EngineMailbox:
         for request_id, why in letter.refused.items():
             if (index := self.owner.pop(request_id, None)) is not None:
                 parts[index].refused[request_id] = why
-        for request_id, scores in letter.prompt_logprobs.items():
-            if (index := self.owner.get(request_id)) is not None:
-                parts[index].prompt_logprobs[request_id] = scores
         for output in letter.outputs:
             if (index := self.owner.get(output.request_id)) is None:
                 continue
             parts[index].outputs.append(output)
-            if found := letter.logprobs.get(output.request_id):
-                parts[index].logprobs[output.request_id] = found
             if output.finish_reason:
                 del self.owner[output.request_id]
         return parts if parts or letter.outputs else {index: letter for index in self.clients}

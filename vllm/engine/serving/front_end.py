@@ -26,10 +26,8 @@ class CoreMailbox:
 
     def __init__(self, send: Callable[[Any], None], max_model_len: int) -> None:
         self.send, self.max_model_len = send, max_model_len
-        self.runner = self.scheduler = self.config = self  # the parts of a core that the front end looks into
+        self.scheduler = self.config = self  # the parts of a core that the front end looks into
         self.outputs: list[EngineCoreOutput] = []
-        self.logprobs: dict[str, dict] = {}
-        self.prompt_logprobs: dict[str, list] = {}
 
     def check_request(self, request: Request) -> None:
         """All that can be wrong with a request is known here: the pool holds at least one of `max_model_len`."""
@@ -69,6 +67,5 @@ class FrontEnd(front_end.FrontEnd):
         for request_id, admission in letter.admitted.items():
             if sequence := self.sequences.get(request_id):
                 sequence.request.num_cached_tokens = admission.num_cached_tokens
-        self.core.outputs, self.core.logprobs = outputs, letter.logprobs
-        self.core.prompt_logprobs = letter.prompt_logprobs
+        self.core.outputs = outputs
         return self.step()

@@ -49,11 +49,9 @@ class EngineCoreOutputs:
 
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     scheduler_stats: SchedulerStats | None = None
-    logprobs: dict[str, dict] = field(default_factory=dict)  # request id: {token id: Logprob}, for those who asked
     admitted: dict[str, Admission] = field(default_factory=dict)  # by request id
     preempted: list[str] = field(default_factory=list)  # request ids
     refused: dict[str, str] = field(default_factory=dict)  # id: why the core could not take it
-    prompt_logprobs: dict[str, list] = field(default_factory=dict)  # id: one entry per token of a prompt now computed
 
 
 @dataclass(slots=True)

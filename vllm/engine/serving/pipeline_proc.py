@@ -30,19 +30,14 @@ class ParallelEngineCoreProc(EngineCoreProc):
         start = time.monotonic()
         while output := self.core.put_in_flight():
             self.admitted.append(self._admissions(output, start))
-        output, sampled = self.core.next_result()
+        output, result = self.core.next_result()
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
-        outputs = self.scheduler.update_from_output(output, sampled)
+        outputs = self.core.update_from_output(output, result)
         if not (output.num_scheduled_tokens or outputs):
             return
         admitted = self.admitted.popleft() if output.num_scheduled_tokens else {}
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
         stats.step_seconds = time.monotonic() - start
-        runner, preempted, self.core.preempted = self.core.runner, self.core.preempted, []
-        assert runner
-        self.send(
-            EngineCoreOutputs(
-                outputs, stats, runner.logprobs, admitted, preempted, prompt_logprobs=runner.prompt_logprobs
-            )
-        )
+        preempted, self.core.preempted = self.core.preempted, []
+        self.send(EngineCoreOutputs(outputs, stats, admitted, preempted))

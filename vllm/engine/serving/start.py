@@ -55,11 +55,9 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
         + (f" on {workers}" if workers else ""),
     )
 
-    budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
-    budget = max(budget, args.max_num_seqs)
-    max_model_len = args.max_model_len or model.config.max_position_embeddings
-    if not args.enable_chunked_prefill:
-        budget = max(budget, max_model_len)
+    args = args.filled_in("serve", model.config)
+    limits = args.scheduler_config()
+    max_model_len, budget = limits.max_model_len, limits.max_num_batched_tokens
     memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
     stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
 
@@ -78,22 +76,8 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
             )
         )
 
-    engine = LLMEngine(
-        model,
-        tokenizer,
-        config=args.vllm_config(workers),
-        seed=args.seed,
-        max_model_len=max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=budget,
-        block_size=args.block_size,
-        num_gpu_blocks_override=args.num_gpu_blocks_override,
-        kv_cache_memory_bytes=memory,
-        scheduling_policy=args.scheduling_policy,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        enable_prefix_caching=args.enable_prefix_caching,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-    )
+    args.kv_cache_memory_bytes = memory
+    engine = LLMEngine(model, tokenizer, args, config=args.vllm_config(workers))
     blocks = engine.core.scheduler.kv_cache_manager.block_pool.num_blocks - 1
     tokens = blocks * args.block_size
     stage(

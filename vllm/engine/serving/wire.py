@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.output import EngineCoreOutput
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.sampling.sampler import Logprob, StepLogprobs
+from engine.sampling.sampler import Logprob
 from engine.serving.letters import (
     Admission,
     Dead,
@@ -36,7 +36,7 @@ def frame(letter: Any) -> bytes:
 LETTERS = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
-        *(Request, RequestStatus, SamplingParams, EngineCoreOutput, Logprob, StepLogprobs),
+        *(Request, RequestStatus, SamplingParams, EngineCoreOutput, Logprob),
         *(EngineCoreRequestType, EngineCoreReady, EngineCoreOutputs, SchedulerStats, Admission, Progress, Reply, Dead),
     )
 }

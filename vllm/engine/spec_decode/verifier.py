@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from engine.model import llama
 from engine.output import SchedulerOutput
 from engine.request import NO_TOKEN_ID, Request
-from engine.sampling.sampler import Logprob, Sampler, SamplingState, StepLogprobs, adjust_logits, uniforms
+from engine.sampling.sampler import Logprob, Sampler, SamplingState, adjust_logits, uniforms
 from engine.seams import RejectionRule
 from engine.spec_decode.drafters import DraftContext, Drafter, SpeculativeConfig
 
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 ACCEPT = 0x5DEECE66D  # makes of a request's seed that of a second, independent stream: one decides, one draws
 
-Sampled = tuple[dict[str, list[int]], dict[str, dict[int, Logprob]]]
+# By request id: log probabilities of each sampled token, for those that ask; and tokens with theirs.
+Logprobs = dict[str, list[dict[int, Logprob]]]
+Sampled = tuple[dict[str, list[int]], Logprobs]
 
 
 @dataclass
@@ -89,7 +91,7 @@ class DraftVerifier:
         self.rejection_sample = rejection_sample
         self.drafts: dict[str, list[int]] = {}  # of this step
         self.draft_probs: dict[str, torch.Tensor] = {}  # of proposed drafts that were drawn from something
-        self.proposed: dict[str, list[int]] = {}  # for the next step
+        self.proposed: dict[str, list[int]] = {}  # one step ahead: for the places of the next step
         self.leftover: dict[str, list[int]] = {}
         self.hidden: dict[str, list[torch.Tensor]] = {}  # computed, accepted and not yet handed to the drafter
         self.k: dict[str, int] = {}  # of each request, with the heuristic schedule
@@ -169,16 +171,15 @@ class DraftVerifier:
             row += k + 1
         sampled, logprobs = {}, {}
         if plain[0]:
-            sampled, found = sample_plain(logits[plain[0]] if drafted[0] else logits, plain[1])
-            logprobs = {request_id: [entry] for request_id, entry in found.items()}
+            sampled, logprobs = sample_plain(logits[plain[0]] if drafted[0] else logits, plain[1])
         if drafted[0]:
             rows = logits[drafted[0]] if plain[0] else logits
             sampled |= self.verify(rows, drafted[1], [states[r.request_id] for r in drafted[1]], logprobs)
-        return sampled, StepLogprobs(logprobs)
+        return sampled, logprobs
 
     @torch.inference_mode()
     def verify(
-        self, logits: torch.Tensor, requests: Sequence[Request], states: Sequence[SamplingState], logprobs: dict
+        self, logits: torch.Tensor, requests: Sequence[Request], states: Sequence[SamplingState], logprobs: Logprobs
     ) -> dict[str, list[int]]:
         """Rejection-sample the rows of requests that have drafts; fills `logprobs` where they are asked for."""
         logits, device = logits.float(), logits.device
@@ -235,8 +236,9 @@ class DraftVerifier:
 
     # --- the next drafts ---------------------------------------------------------------------------------------------
 
-    def propose(self, sampled: dict[str, list[int]]) -> None:
-        """Ask the drafter about all requests that got a token in this step, unless the token ends the request."""
+    def propose(self, sampled: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Ask the drafter about all requests that got a token in this step, unless the token ends the request. Returns
+        drafts for the scheduler. One step ahead they stay here: it has planned for them already."""
         contexts, begin = [], 0
         requests, ends, hidden = self.ran or ((), (), None)
         for request, end in zip(requests, ends):
@@ -251,14 +253,18 @@ class DraftVerifier:
             k = self._wanted(request, new, len(requests))
             if k > 0 or self.drafter.needs_hidden:
                 contexts.append(self._context(request, new, k))
-        self.proposed = {}
+        proposed: dict[str, list[int]] = {}
         for context, draft in zip(contexts, self.drafter.propose(contexts) if contexts else ()):
             if draft.parents is not None:
                 raise ValueError("this engine verifies chains; companion 07b verifies trees")
             if token_ids := draft.token_ids[: context.max_tokens]:
-                self.proposed[context.request_id] = token_ids
+                proposed[context.request_id] = token_ids
                 if draft.probs is not None:
                     self.draft_probs[context.request_id] = draft.probs
+        if not self.async_scheduling:
+            return proposed
+        self.proposed = proposed
+        return {}
 
     def _keep_hidden(self, request: Request, hidden: torch.Tensor, num_new: int) -> None:
         """Of the rows of accepted tokens, what the last norm makes of them. [n, hidden]"""
@@ -300,10 +306,3 @@ class DraftVerifier:
             k = k + 2 if num_accepted == num_drafts else k - 1
         self.k[request_id] = max(1, min(k, self.config.num_speculative_tokens))
         return self.k[request_id]
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """For the scheduler. One step ahead they stay here: it has planned for them already."""
-        if self.async_scheduling:
-            return {}
-        drafts, self.proposed = self.proposed, {}
-        return drafts

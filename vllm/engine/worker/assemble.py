@@ -11,7 +11,7 @@ import common
 from typing import Any
 
 from engine import plugs, registry
-from engine.config import SchedulerConfig, VllmConfig
+from engine.config import SchedulerConfig, VllmConfig, check_model_len
 from engine.lora.layers import AppliedAdapters, adapted_model
 from engine.model import llama
 from engine.model.packed_linear import pack_weights
@@ -44,8 +44,7 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     `lora` is who knows which adapter is in which slot, and what the layers ask.
     """
     config = config or VllmConfig()
-    if (longest := limits.max_model_len) > (n := model.config.max_position_embeddings):
-        raise common.InputError(f"max_model_len {longest}: must be at most {n}, the positions of the model")
+    check_model_len(limits.max_model_len, model.config.max_position_embeddings)
     attention = find_attention(config)
     model = pack_weights(model)
     cache = attention.make_cache(model, num_blocks, block_size)

@@ -17,12 +17,12 @@ import torch
 
 from engine.attention.metadata import AttentionMetadata
 from engine.model import llama
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import NO_TOKEN_ID, Request
 from engine.sampling.prompt_logprobs import PromptScorer, Scores
-from engine.sampling.sampler import Logprob, Sampler, SamplingState
+from engine.sampling.sampler import Sampler, SamplingState
 from engine.seams import Attend, AttentionBackend, Grammar, KVCache, RunnerAdapters, WorkerConnector
-from engine.spec_decode.verifier import DraftVerifier
+from engine.spec_decode.verifier import DraftVerifier, Logprobs, Sampled
 from engine.worker.cuda_graphs import CapturedModel
 from engine.worker.input_batch import InputBatch
 
@@ -48,50 +48,48 @@ class ModelRunner:
         self.states: dict[str, SamplingState] = {}
         self.prompts = PromptScorer()
         self.seeds = random.Random(self.seed)
-        self.logprobs: dict[str, dict[int, Logprob]] = {}  # of the last step, for requests that ask
-        self.prompt_logprobs: dict[str, Scores] = {}  # of prompts that the last step completed
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """One forward pass for all scheduled sequences. Returns the tokens of each that has caught up."""
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One forward pass for all scheduled sequences."""
         if self.connector:
             self.connector.bind_connector_metadata(output.kv_connector_metadata)
             self.connector.start_load_kv()
         with self.drafts.joined(output, self.batch) if self.drafts else contextlib.nullcontext(output) as output:
-            sampled = self._run(output)
-        if self.drafts:
-            self.drafts.propose(sampled)
+            sampled, logprobs, scores = self._run(output)
+        drafts = self.drafts.propose(sampled) if self.drafts else {}
         if self.connector:
             self.connector.wait_for_save()
             if not output.num_scheduled_tokens:
                 self.connector.idle(0.005)  # everybody here waits for the network
-        return sampled
+        return ModelRunnerOutput(sampled, logprobs, scores, drafts)
 
-    def _run(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def _run(self, output: SchedulerOutput) -> tuple[dict[str, list[int]], Logprobs, dict[str, Scores]]:
+        """Sampled tokens, their log probabilities, and those of prompts."""
         self._update_states(output)
         requests = [*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs]
         if not requests:
-            return {}
+            return {}, {}, {}
         rows = [self.batch.update(request, output.block_tables[request.request_id]) for request in requests]
         query_lens = [output.num_scheduled_tokens[request.request_id] for request in requests]
         seq_lens = [request.num_computed_tokens for request in requests]  # this step's tokens are counted already
         token_ids, meta = self.batch.prepare(rows, query_lens, seq_lens, self.model.device)
         hidden = self.forward(token_ids, meta, requests)  # [T, hidden]
         if not self.has_logits:
-            return {}
-        self.prompt_logprobs = self.prompts.score(hidden, query_lens, requests, self.model.logits)
+            return {}, {}, {}
+        scores = self.prompts.score(hidden, query_lens, requests, self.model.logits)
         if self.drafts:
             self.drafts.keep(requests, query_lens, hidden)
         # Only a sequence's last token predicts something new, and only if all that is known is computed.
         ready = [b for b, request in enumerate(requests) if request.num_computed_tokens == request.num_tokens]
         if not ready:
-            return {}
+            return {}, {}, scores
         if self.drafts and self.drafts.drafts:
             chosen = self.drafts.rows_to_verify(ready)
         else:
             last = meta.query_start_loc[1:] - 1  # [B]
             chosen = last if len(ready) == len(requests) else last[ready]
         logits = self.model.logits(hidden[chosen])  # [R, vocab]
-        return self.sample(logits, [requests[b] for b in ready])
+        return *self.sample(logits, [requests[b] for b in ready]), scores
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Who has ended or was preempted leaves; who is admitted gets a row, and a new one its sampling state."""
@@ -109,7 +107,6 @@ class ModelRunner:
             seed = self.seeds.getrandbits(63) if seed is None else seed
             self.states[request.request_id] = SamplingState(request, seed, self.model.config.eos_token_ids)
             self.prompts.add(request)
-        self.logprobs, self.prompt_logprobs = {}, {}
 
     def forward(self, token_ids: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> torch.Tensor:
         """The whole batch through the model, [T] -> [T, hidden]."""
@@ -132,28 +129,22 @@ class ModelRunner:
 
         return with_transfers
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
         """Tokens of each request, [R, vocab] -> as many as R, or with drafts as stand; NO_TOKEN_ID where none can be
         chosen."""
         if self.drafts and self.drafts.drafts:
-            sampled, self.logprobs = self.drafts.sample(logits, requests, self.states, self._sample)
+            sampled, logprobs = self.drafts.sample(logits, requests, self.states, self._sample)
         else:
-            sampled, self.logprobs = self._sample(logits, requests)
-        return sampled | {request_id: [NO_TOKEN_ID] for request_id in self.prompts.broken & sampled.keys()}
+            sampled, logprobs = self._sample(logits, requests)
+        return sampled | {request_id: [NO_TOKEN_ID] for request_id in self.prompts.broken & sampled.keys()}, logprobs
 
-    def _sample(
-        self, logits: torch.Tensor, requests: Sequence[Request]
-    ) -> tuple[dict[str, list[int]], dict[str, dict[int, Logprob]]]:
+    def _sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
         """A token of each row, within its grammar if it has one, and the log probabilities of those that ask."""
         guided = self.grammar.mask(logits, requests) if self.grammar else ()
         token_ids, found = self.sampler(logits, [self.states[request.request_id] for request in requests])
         ids = [request.request_id for request in requests]
-        logprobs = {request_id: entry for request_id, entry in zip(ids, found) if entry}
+        logprobs = {request_id: [entry] for request_id, entry in zip(ids, found) if entry}
         for request_id in logprobs.keys() & set(guided):  # what is forbidden is no alternative
-            allowed = {token: x for token, x in logprobs[request_id].items() if x.logprob > float("-inf")}
-            logprobs[request_id] = allowed
+            (entry,) = logprobs[request_id]
+            logprobs[request_id] = [{token: x for token, x in entry.items() if x.logprob > float("-inf")}]
         return {request_id: [token] for request_id, token in zip(ids, token_ids)}, logprobs
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """What is to be verified in the next step, once."""
-        return self.drafts.take_draft_token_ids() if self.drafts else {}

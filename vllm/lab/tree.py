@@ -1,12 +1,9 @@
 """Several guesses for each place: a tree of tokens, checked in one pass of the target.
 
-Owns the tree and its masks, attention to a paged cache under these masks, and which path stands; called by whoever
-decodes with trees (`tours/07b_trained_drafters.py`; the engine's verifier checks chains). It never makes a guess.
+Owns the tree and its masks, attention to a paged cache under these masks, and which path stands; called by the tour
+07b alone, as the engine's verifier checks chains. It never makes a guess.
 vLLM: `vllm/v1/spec_decode/llm_base_proposer.py`, which drafts chains; 0.32 has no attention for trees any more.
 """
-
-# ruff: noqa: PLR0913
-# A batch of trees in a paged cache has that many parts.
 
 from __future__ import annotations
 
