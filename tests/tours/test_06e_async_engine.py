@@ -41,7 +41,7 @@ def test_a_slow_reader(handoff, step, read_ms):
 def test_the_widget_uses_the_real_collector(monkeypatch):
     before = page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.setattr(collector, "merge_outputs", lambda old, new: None)
-    with pytest.raises(AttributeError):
+    with pytest.raises(AssertionError, match="when something waits"):
         page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.undo()
     assert page.simulate(page.WIDGET_DEFAULT) == before
