@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Collection
+from pathlib import Path
 
 import common
 import pytest
@@ -149,7 +150,48 @@ def test_a_tool_finds_our_files_from_anywhere(path):
     assert imported_too_early(path.read_text()) == []
 
 
+TESTS = common.ROOT / "tests"
+
+
+def imported_tests(source: str) -> list[str]:
+    """What a file imports from a test. What two tests need stands in `tests/support/`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return [name for name in found if name.startswith(("tests.", "test_")) or ".test_" in name or name == "tests"]
+
+
+def without_a_room(tests: Path, rooms: Path) -> list[str]:
+    """Test files below `tests` in folders that `rooms` lacks: whoever moves a file finds its test by the same path."""
+    files = [path.relative_to(tests) for path in sorted(tests.rglob("test_*.py"))]
+    return [str(path) for path in files if not (rooms / path.parent).is_dir()]
+
+
+def test_no_test_imports_a_test():
+    found = {str(path.relative_to(TESTS)): imported_tests(path.read_text()) for path in sorted(TESTS.rglob("*.py"))}
+    assert {name: tests for name, tests in found.items() if tests} == {}
+
+
+def test_tests_of_the_engine_stand_where_its_files_stand():
+    assert without_a_room(TESTS / "engine", common.HERE / "engine") == []
+
+
+def test_a_test_elsewhere_is_named(tmp_path):
+    for folder in ("rooms/core", "tests/core", "tests/cellar"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("test_a.py", "core/test_b.py", "cellar/test_c.py"):
+        (tmp_path / "tests" / name).touch()
+    assert without_a_room(tmp_path / "tests", tmp_path / "rooms") == ["cellar/test_c.py"]
+
+
 def test_the_checks_can_fail():
+    wrong = ("from tests.lessons.test_12 import Words", "def f():\n    import tests.engine.test_llm as t",
+             "from tests.lessons import test_07 as drafting", "from .test_a import x", "import test_a")  # fmt: skip
+    assert all(len(imported_tests(source)) == 1 for source in wrong)
+    assert imported_tests("from support.words import Words\nimport pytest, on_gpu\nfrom . import latest_a") == []
     assert imported_too_early("import sys\nfrom lab import x\nsys.path.insert(0, 'vllm')") == ["lab"]
     assert imported_too_early("import sys\nsys.path.insert(0, 'vllm')\nimport common") == []
     assert cut_too_late("\ncommon.say(f'{x!r}'[:109])") == [2] and cut_too_late("common.say(f'{x}'[:108])") == []

@@ -42,11 +42,24 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
          ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
          ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
      ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
-     ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1")],
+     ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1"),
+     ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
+     ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
+     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
+     ({"data_parallel_size": 2, "headless": True}, "data_parallel_start_rank"),
+     ({"data_parallel_size": 4, "headless": True, "data_parallel_size_local": 2, "data_parallel_start_rank": 3},
+      "data_parallel_start_rank"),
+     ({"headless": True, "api_server_count": 2}, "api_server_count"),
+     ({"tensor_parallel_size": 2, "distributed_executor_backend": "mpi"}, "uni, mp, ray"),
+     ({"data_parallel_size": 2, "data_parallel_routing": "random"}, "load, prefix")],
 )  # fmt: skip
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
+
+
+def test_the_last_engines_may_be_elsewhere():
+    EngineArgs(data_parallel_size=4, headless=True, data_parallel_size_local=2, data_parallel_start_rank=2)
 
 
 def test_each_of_several_engines_listens_at_ports_of_its_own():

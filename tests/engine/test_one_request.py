@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from tests.engine.parallel import test_drafts_on_workers as drafting
 import torch
 
 from engine.model import llama
+from engine.parallel.config import ParallelConfig
 from engine.parallel.workers import make_executor
-from engine.request import NO_TOKEN
+from engine.request import NO_TOKEN, Request, SamplingParams
+from support import drafting, small_cores
+from support.rank_threads import WorkerThreads
 
-executors, Request = scaling.executors, scaling.Request
-SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
-guess, on_threads, _small_models = drafting.guess, drafting.on_threads, drafting._small_models
+guess, small_models = drafting.guess, drafting.small_models
 AHEAD = ParallelConfig(async_scheduling=True)
 POISON = 99
-SIZES = {**scaling.SIZES, "tie_word_embeddings": False}
+SIZES = {**small_cores.SIZES, "tie_word_embeddings": False}
 
 
 @pytest.fixture
@@ -47,9 +46,9 @@ def here(poisoned):
         if where == "here":
             return drafting.engine_here(method, SIZES, **limits)
         parallel = AHEAD if where == "ahead" else ParallelConfig(2, 2)
-        executor = make_executor(parallel) if where == "ahead" else scaling.ThreadExecutor(parallel)
+        executor = make_executor(parallel) if where == "ahead" else WorkerThreads(parallel)
         started.append(executor)
-        return drafting.engine_on(executor, parallel, method, SIZES, **limits)
+        return drafting.engine_on(executor, parallel, method, sizes=SIZES, **limits)
 
     yield build
     for executor in started:

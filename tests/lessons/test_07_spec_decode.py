@@ -44,6 +44,9 @@ from engine.core.stats import SpecDecodingStats
 from engine.spec_decode import drafters
 from engine.spec_decode.drafters import Draft, DraftContext, Drafter, SpeculativeConfig
 from lab import enumeration
+from support.close import Close
+from support.jobs import prompts_and_params, ruled
+from support.oracle import Oracle
 
 page = cli.numbers("07_spec_decode")
 PAIRS = list(page.PAIRS.values())
@@ -731,67 +734,11 @@ def test_configs_as_vllm_reads_them():
 # --- The engine -----------------------------------------------------------------------------------------------------
 
 
-class Oracle(Drafter):
-    """Knows what plain decoding writes, and lies in some positions."""
-
-    def __init__(self, truth: dict[tuple, list[int]], right: float = 0.7, vocab: int = 128) -> None:
-        self.truth, self.right, self.vocab, self.rng = truth, right, vocab, random.Random(0)
-        self.forgotten: list[str] = []
-
-    def propose(self, contexts):
-        drafts = []
-        for c in contexts:
-            whole = next([*p, *out] for p, out in self.truth.items() if c.token_ids[: len(p)] == list(p))
-            draft = whole[len(c.token_ids) :][: c.max_tokens]
-            drafts.append(Draft([t if self.rng.random() < self.right else (t + 1) % self.vocab for t in draft]))
-        return drafts
-
-    def forget(self, request_id):
-        self.forgotten.append(request_id)
-
-
-def prompts_and_params(seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
-    rng = random.Random(seed)
-    shared = [rng.randrange(128) for _ in range(9)]
-    prompt = lambda i, n: [i, *shared[: n // 2], *(rng.randrange(4) for _ in range(n - n // 2))]  # noqa: E731
-    wishes = [
-        dict(temperature=0),
-        dict(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5),
-        dict(seed=3),
-        dict(seed=4, temperature=0.7, top_p=0.9, presence_penalty=1.0),
-        dict(temperature=0, min_tokens=9),
-        dict(seed=5, top_k=5, logprobs=2),
-        dict(temperature=0, logprobs=0),
-        dict(seed=6, min_p=0.1, logit_bias={3: 2.0}),
-    ]
-    return [
-        (prompt(i, rng.randrange(2, 30)), SamplingParams(max_tokens=rng.randrange(5, 18), **w))
-        for i, w in enumerate(wishes)
-    ]
-
-
-def ruled() -> list[tuple[list[int], SamplingParams]]:
-    """Some tokens are ruled out: all but a few; whatever was written just now, be it a draft."""
-    twice = dict(bad_words=["xx"], _bad_words_token_ids=[[t, t] for t in range(512)])
-    wishes = [dict(seed=7, allowed_token_ids=[3, 1, 41, 59, 26]), dict(temperature=0, **twice),
-              dict(seed=8, logprobs=1, top_p=0.9, presence_penalty=1.0, **twice)]  # fmt: skip
-    return [([5, 5, 6 + i], SamplingParams(max_tokens=16, **w)) for i, w in enumerate(wishes)]
-
-
 def engine_of(model, tokenizer, config=None, drafter=None, kv_cache_dtype="auto", **options):
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | options
     plug = {"drafter": drafter} if drafter else {}
     about = VllmConfig(speculative_config=config, kv_cache_dtype=kv_cache_dtype, plug=plug)
     return LLMEngine(model, tokenizer, config=about, **options)
-
-
-class Close(float):
-    """Equal up to how products of other shapes round."""
-
-    def __eq__(self, other):
-        return abs(self - other) < 5e-4
-
-    __hash__ = None
 
 
 def run(engine, jobs):

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import tokenizing
 from engine import registry
 from lab import cli
 from support.close import assert_close
@@ -54,47 +53,11 @@ from engine.lora import manager as managing
 from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
 from lab import naive
+from support import tokenizing
+from support.tokenizing import NoBytes, Words
 
 NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
 LoRAConfig, LoRARequest = lesson.LoRAConfig, lesson.LoRARequest
-
-
-class Words:
-    """A tokenizer for a model with 128 tokens: a character is a token."""
-
-    chat_template = None
-
-    class backend:
-        @staticmethod
-        def get_vocab():
-            return {chr(i): i for i in range(128)}
-
-        @staticmethod
-        def id_to_token(i):
-            return chr(i)
-
-        @staticmethod
-        def get_added_tokens_decoder():
-            return {}
-
-    def encode(self, text, add_special_tokens=True):
-        return [ord(c) for c in text]
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(map(chr, ids))
-
-    def render_chat(self, messages, **wishes):
-        return "".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-class NoBytes(dict):
-    special = frozenset()
-
-    def __init__(self, tokenizer):
-        super().__init__()
-
-    def __missing__(self, token):
-        return bytes([token])
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from typing import Any
 
@@ -112,13 +110,3 @@ def handed_over(prefill, decode, prompts, n, **options):
 def counts(core, part=None):
     connector = core.scheduler.connector
     return (getattr(connector, part) if part else connector).stats
-
-
-def free_ports(count):
-    """The first of some: a rank listens at the one behind its neighbour's."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for port in range(first + 1, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first

@@ -19,19 +19,15 @@ from engine.core.scheduler import Scheduler, make_scheduler
 from engine.request import Request, SamplingParams
 from lab import replay, workload_files
 from support.broken import break_class
+from support.recordings import GOLDEN, trace_of
 
 page = cli.numbers("11_preemption")
-GOLDEN = common.ROOT / "tests" / "golden"
 WORKLOADS = sorted((*GOLDEN.glob("recorded/workloads/*.json"), *GOLDEN.glob("random/workloads/*.json")))
 
 # Compared in this order, the first difference is a cause rather than a consequence.
 FIELDS = ("step", "added", "aborted", "preempted", "scheduled", "new", "resumed", "running", "prefix_hit", "computed",
           "blocks", "free_blocks", "sampled", "finished", "waiting_queue", "running_queue", "cached_keys",
           "free_queue")  # fmt: skip
-
-
-def trace_of(workload: Path) -> Path:
-    return workload.parent.parent / "traces" / workload.name
 
 
 def first_difference(ours: dict, recorded: dict) -> str | None:

@@ -16,7 +16,7 @@ from engine.output import KVConnectorOutput
 from engine.spec_decode.drafters import SpeculativeConfig
 from lab import replay, workload_files
 from support.broken import break_class
-from tests.engine.core.test_conformance import GOLDEN, trace_of
+from support.recordings import GOLDEN, trace_of
 
 preemption = registry.lesson("11_preemption")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import dataclasses
 import itertools
 import random
@@ -9,45 +11,35 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import common
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from lab import naive
 import torch
-from support.transfers import free_ports, until
-from tests.lessons.test_12_multi_lora import NoBytes, Words
 
-from support import tokenizing
-from engine.model import folders, llama
-from engine.request import SamplingParams
-from engine import front_end
-from engine.llm_engine import LLMEngine
-from engine.parallel.workers import Workers
 from engine.engine_args import EngineArgs
-from engine.parallel.config import ParallelConfig
-from engine.parallel.stages import skeleton
-from engine.parallel.worker import WorkerSpec
-
-from engine.parallel import transfers as lesson
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.digest import weights_digest
 from engine.lora import lora_model
-from engine.quantization import methods
+from engine.model import llama
+from engine.parallel import transfers as lesson
+from engine.parallel.config import ParallelConfig
 from engine.parallel.model import map_local, shard_model
-
-executors = scaling.executors
-LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
+from engine.quantization import methods
+from engine.request import SamplingParams
+from lab import naive
+from support.ports import free_ports
+from support.rank_threads import ThreadGroup, WorkerThreads
+from support.small_cores import OUTPUTS, PROMPTS, SIZES, small_model
+from support.tokenizing import of_characters
+from support.transfers import until
+from support.worker_engines import engine_on
 
 
 @pytest.fixture
 def build(monkeypatch):
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    tokenizing.building(monkeypatch, lambda folder: Words())
-    monkeypatch.setattr(folders, "model_folder", lambda name: name)
+    of_characters(monkeypatch)
     started = []
 
-    def make(tp, role, wire="TCPConnector", policy="recompute", limits=LIMITS, drafts=None, loras=(), ahead=False,
+    def make(tp, role, wire="TCPConnector", policy="recompute", limits=None, drafts=None, loras=(), ahead=False,
              **extra):  # fmt: skip
         config = {"kv_connector": wire, "kv_role": role, "kv_port": free_ports(tp), "kv_load_failure_policy": policy,
                   "kv_connector_extra_config": extra}  # fmt: skip
@@ -55,12 +47,9 @@ def build(monkeypatch):
                                   speculative_config=drafts, enable_lora=bool(loras), max_loras=2, max_cpu_loras=4,
                                   async_scheduling=ahead)  # fmt: skip
         parallel = ParallelConfig(tp, async_scheduling=ahead)
-        executor = scaling.ThreadExecutor(parallel)
+        executor = WorkerThreads(parallel)
         started.append(executor)
-        spec = WorkerSpec(scaling.SIZES, parallel, torch.float32, args.vllm_config())
-        executor.collective_rpc("load_model", spec)
-        shape = skeleton(llama.random_model(**scaling.SIZES).config, parallel, torch.float32)
-        engine = LLMEngine(shape, Words(), config=args.vllm_config(Workers(executor, parallel, shape)), **limits)
+        engine = engine_on(executor, parallel, args, **(limits or {}))
         for lora in loras:
             engine.lora.add_adapter(lora.name, lora)
         return engine
@@ -77,13 +66,13 @@ def add(engine, name, prompt, tokens, lora=None, stop=None, **params):
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling, **({"lora_name": lora.name} if lora else {}))
 
 
-JOBS = list(zip(scaling.PROMPTS, scaling.OUTPUTS))
+JOBS = list(zip(PROMPTS, OUTPUTS))
 
 
 def hand_over(prefill, decode, jobs=JOBS, loras=(None,), rng=None):
     """Give both engines their requests, to these adapters in turn; what one engine without either would answer. Given
     `rng`, some end with a token that only whoever computes it can know."""
-    whole, truth = llama.random_model(**scaling.SIZES), {}
+    whole, truth = small_model(), {}
     address = prefill.core.scheduler.connector.address
     for i, (prompt, tokens) in enumerate(jobs):
         lora = loras[i % len(loras)]
@@ -157,7 +146,7 @@ def digests_of_ranks(model, n, change=lambda part: part):
     meeting, table = threading.Barrier(n), [None] * n
 
     def digest(rank):
-        part = shard_model(model, scaling.ThreadTP(n, rank, meeting, table))
+        part = shard_model(model, ThreadGroup(n, rank, meeting, table))
         return weights_digest(map_local(part, change))
 
     with ThreadPoolExecutor(n) as ranks:
@@ -167,7 +156,7 @@ def digests_of_ranks(model, n, change=lambda part: part):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_model_has_one_digest_however_it_is_cut(ranks):
     """With biases and norms of heads; four of eight ranks have copies of the others' keys and values."""
-    model = llama.random_model(**scaling.SIZES | {"qk_norm": True, "vocab_size": 131})  # 131: some ranks are padded
+    model = llama.random_model(**SIZES | {"qk_norm": True, "vocab_size": 131})  # 131: some ranks are padded
     model.config = dataclasses.replace(model.config, attention_bias=True, mlp_bias=True)
     for layer in model.linear.values():
         layer.bias = torch.randn(layer.weight.shape[0])
@@ -193,7 +182,7 @@ def test_codes_have_one_digest_however_they_are_cut(method):
 
 
 def test_ranks_tell_their_connectors_one_digest(build):
-    whole = weights_digest(llama.random_model(**scaling.SIZES))
+    whole = weights_digest(llama.random_model(**SIZES))
     for tp in (1, 2):
         assert on_ranks(build(tp, "kv_producer"), lambda c, rank: c.digest) == [whole] * tp
 
@@ -202,7 +191,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 
 
 
 def random_loras(count):
-    config = llama.random_model(**scaling.SIZES).config
+    config = small_model().config
     return [lora_model.random_adapter(config, 4, i, f"a{i}", size=1.0) for i in range(count)]
 
 
@@ -220,7 +209,7 @@ def test_a_prompt_goes_on_with_drafts_with_its_adapter_and_a_step_ahead(
     about = {"drafts": SUFFIX if drafts else None, "loras": loras, "ahead": ahead}
     prefill, decode = build(prefill_tp, "kv_producer", **about), build(decode_tp, "kv_consumer", **about)
     assert decode.core.max_concurrent_batches == 1 + ahead
-    truth = hand_over(prefill, decode, [(p, 20) for p in (*scaling.PROMPTS, [7, 8] * 8)], [*loras, None])
+    truth = hand_over(prefill, decode, [(p, 20) for p in (*PROMPTS, [7, 8] * 8)], [*loras, None])
     assert run(prefill, decode) == truth
     assert all(on_ranks(decode, lambda c, rank: c.stats["bytes_in"]))
     if drafts:
@@ -242,7 +231,7 @@ def test_whatever_comes_together(build, seed):
              "wire": rng.choice(WIRES)}  # fmt: skip
 
     def limits():
-        return LIMITS | {
+        return {
             "num_gpu_blocks_override": rng.choice([18, 20, 24, 30]), "max_num_seqs": rng.choice([2, 4, 8]),
             "max_num_batched_tokens": rng.choice([8, 16, 40]), "enable_prefix_caching": rng.random() < 0.6,
         }  # fmt: skip
@@ -329,7 +318,7 @@ def test_whose_partner_vanishes_computes_the_prompt_itself(build):
 def test_nobody_comes_for_it(build):
     """The blocks are free when the lease is up on every rank, and not before."""
     prefill = build(2, "kv_producer", kv_lease_duration=1.0)
-    add(prefill, "p", scaling.PROMPTS[2], 1, do_remote_decode=True, transfer_id="t")
+    add(prefill, "p", PROMPTS[2], 1, do_remote_decode=True, transfer_id="t")
     start, scheduler = time.monotonic(), prefill.core.scheduler
     while not scheduler.held:
         prefill.step()
@@ -342,8 +331,8 @@ def test_the_answer_says_where_the_ranks_are(build):
     """To a client of the engine, with the last of its tokens."""
     prefill = build(2, "kv_producer", kv_lease_duration=0.2)
     address = prefill.core.scheduler.connector.address
-    add(prefill, "p", scaling.PROMPTS[0], 2, do_remote_decode=True, transfer_id="t")
-    add(prefill, "q", scaling.PROMPTS[1], 2)
+    add(prefill, "p", PROMPTS[0], 2, do_remote_decode=True, transfer_id="t")
+    add(prefill, "q", PROMPTS[1], 2)
     answers = {}
     while len(answers) < 2:
         answers |= {output.request_id: output.kv_transfer_params for output in prefill.step()}
@@ -355,7 +344,7 @@ def test_the_answer_says_where_the_ranks_are(build):
 
 def test_a_client_that_leaves_before_its_prompt_is_fetched(build):
     """The prefill engine keeps it for nobody, and is told."""
-    prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", limits=LIMITS | {"max_num_seqs": 1})
+    prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", limits={"max_num_seqs": 1})
     connector = decode.core.scheduler.connector
     add(decode, "other", [1, 2, 3], 50)
     decode.step()

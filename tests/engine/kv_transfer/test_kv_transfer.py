@@ -42,7 +42,6 @@ from support.transfers import (
     submit,
     until,
 )
-from tests.lessons.test_12_multi_lora import NoBytes, Words
 
 from engine import registry
 from engine.model import llama
@@ -69,6 +68,7 @@ from engine.serving.core_proc import EngineCoreProc
 from engine.serving.mailbox import ClientGone
 from lab import naive
 from lab.transfers import Faults, MemoryLink, rehearse
+from support.tokenizing import NoBytes, Words
 
 lesson = registry.lesson("08_disagg")  # its reference for what is in a block
 

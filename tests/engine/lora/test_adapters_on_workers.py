@@ -2,106 +2,57 @@
 
 from __future__ import annotations
 
+import common
+
 import dataclasses
-import functools
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import common
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from engine import registry
-from lab import naive
 import torch
-from tests.lessons.test_12_multi_lora import NoBytes, Words
 
-from support import tokenizing
-from engine.model import folders, llama
 from engine.config import VllmConfig
-from engine.parallel.worker import Worker
-from engine import front_end
+from engine.engine_args import EngineArgs
 from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
-from engine.parallel.workers import Workers
-from engine.engine_args import EngineArgs
-from engine.parallel.stages import skeleton
-from engine.parallel.worker import WorkerSpec
-from engine.serving.pipeline_proc import ParallelEngineCoreProc
-
 from engine.lora import lora_model
-from engine.parallel import adapters as lesson
 from engine.lora.config import LoRAConfig
 from engine.lora.lora_model import LoRAModel
+from engine.parallel import adapters as lesson
+from engine.parallel.config import ParallelConfig
+from engine.parallel.worker import Worker
+from engine.parallel.workers import Workers
+from engine.request import SamplingParams
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
+from support import adapters
+from support.adapters import as_merged, ask
+from support.rank_threads import WorkerThreads
+from support.requests import request_of
+from support.servers import TEXTS, server
+from support.small_cores import OUTPUTS
+from support.tokenizing import Words, of_characters
+from support.worker_engines import LIMITS, engine_on
 
-multi_lora = registry.lesson("12_multi_lora")
-executors = scaling.executors
-SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
-LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
-
-
-@functools.cache
-def base_and_adapters():
-    """On all layers; on some; on other ones, and not on the first of each slice."""
-    model = llama.random_model(**scaling.SIZES)
-    kinds = (4, lora_model.TARGETS), (8, ("q_proj", "down_proj")), (3, ("k_proj", "o_proj", "up_proj"))
-    return model, {f"a{r}": lora_model.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in kinds}
-
-
-@pytest.fixture
-def whole():
-    return base_and_adapters()[0]
+whole, loras = adapters.whole, adapters.loras
 
 
 @pytest.fixture
-def loras():
-    return base_and_adapters()[1]
-
-
-@functools.cache
-def as_merged():
-    """What each adapter, and the base, answers to every prompt if it is merged into the weights."""
-    whole, loras = base_and_adapters()
-    models = {"None": whole} | {name: lora_model.merged(whole, each) for name, each in loras.items()}
-    return {(name, i): naive.generate(model, prompt, tokens) for name, model in models.items()
-            for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS))}  # fmt: skip
-
-
-@pytest.fixture
-def on_threads(whole, monkeypatch):
+def on_threads(monkeypatch):
     """An engine as `serve --enable-lora` makes it, on workers that are threads."""
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    tokenizing.building(monkeypatch, lambda folder: Words())
-    monkeypatch.setattr(folders, "model_folder", lambda name: name)
+    of_characters(monkeypatch)
     started = []
 
     def build(tp, pp, max_loras):
         parallel = ParallelConfig(tp, pp)
-        executor = scaling.ThreadExecutor(parallel)
+        executor = WorkerThreads(parallel)
         started.append(executor)
         args = EngineArgs(enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4)
-        executor.collective_rpc("load_model", WorkerSpec(scaling.SIZES, parallel, config=args.vllm_config()))
-        workers = Workers(executor, parallel, skeleton(whole.config, parallel, torch.float32))
-        return LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **LIMITS)
+        return engine_on(executor, parallel, args)
 
     yield build
     for executor in started:
         executor.shutdown()
-
-
-def ask(engine, names):
-    """Every prompt to every adapter. Token ids by (adapter, prompt)."""
-    found = {}
-    for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS)):
-        for name in names:
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-            engine.add_request(f"{name} {i}", {"prompt_token_ids": prompt}, params, lora_name=name)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            name, i = output.request_id.split()
-            found[name, int(i)] = list(output.outputs[0].token_ids)
-    engine.lora.check()
-    return found
 
 
 @pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 5, 1), (2, 2, 2), *(
@@ -193,7 +144,7 @@ def test_who_cannot_run_hears_of_it_though_nothing_is_in_flight(on_threads, lora
         outputs = [output for _ in range(50) for output in engine.step()]
         assert [output.outputs[0].finish_reason for output in outputs] == ["error"]
         assert not engine.has_unfinished_requests()
-        assert len(ask(engine, ("a4",))["a4", 0]) == scaling.OUTPUTS[0], "and others go on"
+        assert len(ask(engine, ("a4",))["a4", 0]) == OUTPUTS[0], "and others go on"
 
 
 def test_the_serving_loop_tells_them_too(on_threads, loras):
@@ -205,7 +156,7 @@ def test_the_serving_loop_tells_them_too(on_threads, loras):
     engine.lora.add_lazily("gone", gone)
     letters = []
     proc = ParallelEngineCoreProc(engine, letters.append)
-    request = scaling.request_of([1, 2, 3], "x", lora_name="gone")
+    request = request_of([1, 2, 3], "x", lora_name="gone")
     engine.core.add_request(request)
     for _ in range(50):
         proc.step()
@@ -231,18 +182,18 @@ def test_served_adapters_on_workers(real_model, layout):
     for name in filter(None, names):
         engine.lora.add_adapter(name, folder / name)
     for name in names:
-        for i, text in enumerate(scaling.TEXTS):
+        for i, text in enumerate(TEXTS):
             engine.add_request(f"{name} {i}", text, params, lora_name=name)
     while engine.has_unfinished_requests():
         truths |= {output.request_id: output.outputs[0].text for output in engine.step()}
     flags = [*layout, "--enable-lora", "--lora-modules", f"pirate={folder / 'pirate'}"]
-    with scaling.server(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (client, process, _, url):
+    with server(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (client, process, _, url):
         about = {"lora_name": "json", "lora_path": str(folder / "json")}
         assert httpx.post(f"{url}/v1/load_lora_adapter", json=about).status_code == 200
-        asked = [(name, i) for i in range(len(scaling.TEXTS)) for name in names]
+        asked = [(name, i) for i in range(len(TEXTS)) for name in names]
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda q: client.completions.create(
-                model=q[0] or "smol", prompt=scaling.TEXTS[q[1]], temperature=0, max_tokens=12), asked))  # fmt: skip
+                model=q[0] or "smol", prompt=TEXTS[q[1]], temperature=0, max_tokens=12), asked))  # fmt: skip
         assert [x.choices[0].text for x in found] == [truths[f"{name} {i}"] for name, i in asked]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

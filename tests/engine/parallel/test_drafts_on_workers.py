@@ -3,7 +3,8 @@ what one process guesses."""
 
 from __future__ import annotations
 
-import functools
+import common
+
 import itertools
 import json
 import signal
@@ -12,184 +13,51 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import common
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from tests.lessons import test_07_spec_decode as drafting
-from tests.engine.lora import test_adapters_on_workers as adapting
 import torch
-from tests.engine.spec_decode.test_trained import random_network
-from tests.lessons.test_12_multi_lora import NoBytes, Words
 
-from support import tokenizing
-from lab import cli
-from engine.serving.wire import frame, loads
-from engine.parallel import workers
-from engine.parallel.workers import start_workers
-from engine import front_end
 from engine.config import VllmConfig
+from engine.engine_args import EngineArgs
 from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
-from engine.parallel.workers import Workers
-from engine.output import ModelRunnerOutput, SchedulerOutput
-from engine.model import folders, llama
 from engine.model.config import LlamaConfig
-from engine.engine_args import EngineArgs
-from engine.parallel.stages import skeleton
+from engine.output import ModelRunnerOutput, SchedulerOutput
+from engine.parallel import workers
+from engine.parallel.config import ParallelConfig
+from engine.parallel.executors import UniProcExecutor
 from engine.parallel.worker import WorkerSpec
-from engine.serving.pipeline_proc import ParallelEngineCoreProc
+from engine.parallel.workers import start_workers
+from engine.request import Request, SamplingParams
+from engine.serving.wire import frame, loads
+from engine.spec_decode import drafters
+from lab import cli
+from support import adapters, drafting
+from support.close import Close
+from support.drafting import (
+    GREEDY,
+    JOBS,
+    METHODS,
+    ROOMY,
+    check_nothing_is_kept,
+    config_of,
+    engine_here,
+    engine_on,
+    plain,
+    requests_of,
+    serve,
+    steps,
+)
+from support.jobs import ruled
+from support.mailboxes import mailbox
+from support.process_tree import descendants, wait_until_gone
+from support.servers import TEXTS, server
+from support.serving_loops import IDLE, proc_on
+from support.small_cores import SIZES, scheduler_of, small_model
+from support.tiers import and_slowly
 
+whole, loras = adapters.whole, adapters.loras
+guess, on_threads, small_models = drafting.guess, drafting.on_threads, drafting.small_models
 page = cli.numbers("07_spec_decode")
-from engine.spec_decode import drafters, trained
-
-executors = scaling.executors
-Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
-LIMITS = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, num_gpu_blocks_override=80, block_size=4)
-ROOMY = dict(LIMITS, max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks_override=150,
-             enable_prefix_caching=False)  # fmt: skip
-JOBS = [*drafting.prompts_and_params(), ([7, 8] * 8, SamplingParams(temperature=0, max_tokens=24))]
-GREEDY = [i for i, (_, params) in enumerate(JOBS) if params.temperature == 0]
-
-
-@pytest.fixture(autouse=True)
-def _small_models(request, monkeypatch):
-    """Their tokenizer is one character a token; trained drafters are random, and on every rank the same."""
-    if "real_model" in request.fixturenames:
-        return
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    tokenizing.building(monkeypatch, lambda folder: Words())
-    monkeypatch.setattr(folders, "model_folder", lambda name: name)
-    monkeypatch.setattr(trained, "load_network", lambda path, model: random_network(path.stem, model, 41))
-
-
-@pytest.fixture
-def guess(monkeypatch):
-    """`guess(right)`: what is called ngram knows what plain decoding writes, and is right as often as that."""
-
-    def install(right):
-        truth = {tuple(prompt): tokens for (prompt, _), tokens in zip(JOBS, plain()[0])}
-        monkeypatch.setattr(drafters, "NgramDrafter", lambda *limits: drafting.Oracle(truth, right, 131))
-
-    return install
-
-
-@pytest.fixture
-def on_threads():
-    """An engine as `serve` makes it, on workers that are threads."""
-    started = []
-
-    def build(tp, pp, method, ahead=False, **about):
-        parallel = ParallelConfig(tp, pp, async_scheduling=ahead)
-        executor = scaling.ThreadExecutor(parallel)
-        started.append(executor)
-        return engine_on(executor, parallel, method, **about)
-
-    yield build
-    for executor in started:
-        executor.shutdown()
-
-
-def config_of(method):
-    layers = {"model": "4"} if method == "early_exit" else {}
-    return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, **layers}
-
-
-def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, quantization=None,
-              kv_cache_dtype="auto", **limits):  # fmt: skip
-    """`sizes`: of a random model, or the config of the real one."""
-    args = EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
-                              async_scheduling=parallel.async_scheduling, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
-    config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
-    spec = WorkerSpec(source, parallel, torch.float32, args.vllm_config(), True, quantization, method != "ngram")
-    executor.collective_rpc("load_model", spec)
-    workers = Workers(executor, parallel, skeleton(config, parallel, torch.float32))
-    about = args.vllm_config(workers)
-    return LLMEngine(workers.model, tokenizer or Words(), config=about, **{**LIMITS, **limits})
-
-
-def engine_here(method=None, sizes=scaling.SIZES, **limits):
-    """The same in one process, without workers."""
-    config = method and drafters.SpeculativeConfig(**config_of(method))
-    about = VllmConfig(speculative_config=config)
-    return LLMEngine(llama.random_model(**sizes), Words(), config=about, **{**LIMITS, **limits})
-
-
-class Close(float):
-    """Equal up to how sums of other orders round."""
-
-    def __eq__(self, other):
-        return abs(self - other) < 5e-4
-
-    __hash__ = None
-
-
-def steps(core, most=400):
-    """What each step brings until nobody is left. A request that is never served is an error, not a long wait."""
-    while core.scheduler.has_unfinished_requests():
-        most -= 1
-        assert most, f"still there: {core.scheduler.requests}"
-        yield core.step()
-
-
-def serve(engine, jobs=JOBS, priorities=None):
-    """All at once. Returns tokens, log probabilities, and every proposal by (request, tokens that it followed)."""
-    core, tokens, logprobs, proposed, latest = engine.core, {}, {}, {}, {}
-    scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
-    if hasattr(scheduler, "update_draft_token_ids"):
-        update = type(scheduler).update_draft_token_ids
-
-        def note(drafts):
-            latest.update((name, list(token_ids)) for name, token_ids in drafts.items())
-            update(scheduler, drafts)
-
-        scheduler.update_draft_token_ids = note
-    for i, (prompt, params) in enumerate(jobs):
-        core.add_request(Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i,
-                                 priority=priorities[i] if priorities else 0))  # fmt: skip
-    for outputs in steps(core):
-        for output in outputs:
-            i = int(output.request_id)
-            tokens.setdefault(i, []).extend(output.new_token_ids)
-            if jobs[i][1].logprobs is not None:
-                found = output.new_logprobs
-                assert len(output.new_token_ids) == 1 and output.new_token_ids[0] in found
-                logprobs.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
-        for name in latest.keys() & scheduler.requests.keys():
-            proposed[int(name), scheduler.requests[name].num_tokens] = latest[name]
-        latest.clear()
-        pool.check()
-    assert pool.num_free_blocks == pool.num_blocks - 1
-    return [tokens[i] for i in range(len(jobs))], logprobs, proposed
-
-
-@functools.cache
-def plain(tied=True):
-    """What one process writes without drafts."""
-    return serve(engine_here(sizes={**scaling.SIZES, "tie_word_embeddings": tied}))[:2]
-
-
-def kept(worker):
-    """What this rank's runner and drafter remember of requests."""
-    runner = worker.runner
-    books = [runner.batch.rows, runner.states]
-    if drafts := runner.drafts:
-        books += [drafts.hidden, drafts.k, drafts.draft_probs]
-    names = {name for book in books for name in book}
-    for book in vars(drafts.drafter).values() if drafts else ():
-        names |= {name for name in book if isinstance(name, str)} if isinstance(book, dict) else set()
-    return sorted(names)
-
-
-def check_nothing_is_kept(engine):
-    """Who has finished is told with the next step, so there is one more."""
-    serve(engine, [([1, 2, 3], SamplingParams(temperature=0, max_tokens=1))])
-    found = engine.core.runner.executor.collective_rpc(kept)
-    assert all(set(names) <= {"0"} for names in found)
-
-
-def and_slowly(fast, slow):
-    """Parameters of a test: some, and in the slow tier those as well."""
-    return [*fast, *(pytest.param(*each, marks=pytest.mark.slow) for each in slow)]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +99,6 @@ def test_cut_preempted_and_evicted_it_is_the_same(on_threads, guess, tp, pp, set
     check_nothing_is_kept(engine)
 
 
-METHODS = ["ngram", "suffix", "lookahead", "draft_model", "eagle", "medusa", "early_exit"]
 FAST = [("ngram", 1, 2), ("suffix", 2, 1), ("lookahead", 2, 1), ("draft_model", 2, 1), ("eagle", 1, 2),
         ("medusa", 2, 2), ("early_exit", 2, 1)]  # fmt: skip
 SLOW = [(method, tp, pp) for method in METHODS for tp, pp in [(2, 1), (8, 1), (1, 2), (2, 2)]
@@ -242,7 +109,7 @@ SLOW = [(method, tp, pp) for method in METHODS for tp, pp in [(2, 1), (8, 1), (1
 def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, method, tp, pp):
     """A wrong guess changes no token, so the guesses themselves are compared, those drawn from a q included; in front
     of an embedding and an output matrix that no rank has as a whole."""
-    sizes = {**scaling.SIZES, "tie_word_embeddings": False}
+    sizes = {**SIZES, "tie_word_embeddings": False}
     here = engine_here(method, sizes=sizes, **ROOMY)
     want = serve(here)
     engine = on_threads(tp, pp, method, sizes=sizes, **ROOMY)
@@ -259,9 +126,9 @@ def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, method
 @pytest.mark.parametrize("method", [None, "suffix"])
 def test_what_is_ruled_out_is_so_on_workers(on_threads, method, ahead):
     """The wishes travel with the parameters; bad words look at tokens that the scheduler has not heard of yet."""
-    want = serve(engine_here(**ROOMY), drafting.ruled())
+    want = serve(engine_here(**ROOMY), ruled())
     engine = on_threads(2, 1, method, ahead, **ROOMY)
-    found = serve(engine, drafting.ruled())
+    found = serve(engine, ruled())
     assert found[:2] == want[:2] and set(found[0][0]) <= {3, 1, 41, 59, 26}
     assert not any(a == b for tokens in found[0][1:] for a, b in itertools.pairwise(tokens))
     if method:
@@ -287,7 +154,7 @@ def rank_and_drafter(worker):
 
 
 def test_only_the_last_stage_drafts(on_threads):
-    sizes = {**scaling.SIZES, "tie_word_embeddings": False}
+    sizes = {**SIZES, "tie_word_embeddings": False}
     executor = on_threads(2, 3, "draft_model", sizes=sizes).core.runner.executor
     stages = [(0, "Drafter", True), (1, "Drafter", False), (2, "DraftModelDrafter", True)]
     assert executor.ask(rank_and_drafter) == [stage for stage in stages for _ in range(2)]
@@ -308,7 +175,7 @@ def test_the_drafters_output_matrix_is_divided(on_threads):
 
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_who_looks_tokens_up_on_the_last_stage_is_told_when_weights_are_loaded(monkeypatch, method):
-    config, sent = llama.random_model(**scaling.SIZES).config, []
+    config, sent = small_model().config, []
     monkeypatch.setattr(LlamaConfig, "from_folder", lambda folder, *about: config)
     monkeypatch.setattr(workers, "stored_quantization", lambda folder, asked: None)
     monkeypatch.setattr(workers, "make_executor", lambda parallel: SimpleNamespace(
@@ -328,7 +195,7 @@ def test_who_looks_tokens_up_on_the_last_stage_is_told_when_weights_are_loaded(m
 def late(guess):
     """Everything is computed at once, and told when somebody asks."""
     guess(1.0)
-    return engine_on(scaling.LateExecutor(), ParallelConfig(), "ngram")
+    return engine_on(UniProcExecutor(), ParallelConfig(), "ngram")
 
 
 def deep(engine, depth):
@@ -387,13 +254,11 @@ def test_an_abort_with_drafts_in_flight_leaves_nothing(late):
 
 def test_the_serving_loop_with_drafts(late):
     """Tokens and log probabilities as letters bring them, from a pipeline of three."""
-    core, letters, got, scores = deep(late, 3).core, [], {}, {}
-    proc = ParallelEngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
-    for i, (prompt, params) in enumerate(JOBS):
-        proc.handle([(scaling.ADD, Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i))])
+    core, got, scores = deep(late, 3).core, {}, {}
+    proc, letters = proc_on(core, requests_of(JOBS))
     core.step = proc.step
     assert not any(steps(core)), "what it brings is in the letters"
-    with scaling.mailbox(clients=1) as (box, _):
+    with mailbox(clients=1) as (box, _):
         box.owner.update({str(i): 0 for i in range(len(JOBS))})
         for letter in letters:
             letter = loads(frame(box.split(letter)[0])[4:])
@@ -404,7 +269,7 @@ def test_the_serving_loop_with_drafts(late):
                     found = output.new_logprobs
                     scores.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
     assert [got[i] for i in range(len(JOBS))] == plain()[0] and scores == plain()[1]
-    assert proc.check_idle() == scaling.IDLE and core.scheduler.spec_decoding_stats.num_accepted_tokens > 20
+    assert proc.check_idle() == IDLE and core.scheduler.spec_decoding_stats.num_accepted_tokens > 20
 
 
 def test_workers_hear_of_drafts_and_of_nothing_more(late):
@@ -423,8 +288,6 @@ def test_workers_hear_of_drafts_and_of_nothing_more(late):
 
 # --- With adapters ----------------------------------------------------------------------------------------------------
 
-whole, loras = adapting.whole, adapting.loras
-
 
 @pytest.mark.parametrize(("tp", "pp"), and_slowly([(2, 2)], [(2, 1), (1, 3)]))
 def test_with_adapters_too(on_threads, whole, loras, tp, pp):
@@ -433,7 +296,7 @@ def test_with_adapters_too(on_threads, whole, loras, tp, pp):
     engine = on_threads(tp, pp, "lookahead", lora=lora)
     for name, each in loras.items():
         engine.lora.add_adapter(name, each)
-    assert adapting.ask(engine, (None, *loras)) == adapting.as_merged()
+    assert adapters.ask(engine, (None, *loras)) == adapters.as_merged()
     stats = engine.core.scheduler.spec_decoding_stats
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
@@ -477,10 +340,10 @@ def test_what_goes_together_is_not():
 
 def test_a_worker_refuses_a_cache_that_cannot_take_drafts_back():
     args = EngineArgs(speculative_config={"method": "ngram"}, kv_cache_dtype="kivi_2bit")
-    executor = executors.UniProcExecutor()
-    executor.collective_rpc("load_model", WorkerSpec(scaling.SIZES, ParallelConfig(), config=args.vllm_config()))
+    executor = UniProcExecutor()
+    executor.collective_rpc("load_model", WorkerSpec(SIZES, ParallelConfig(), config=args.vllm_config()))
     with pytest.raises(common.InputError, match="rejected drafts could not be taken back"):
-        executor.collective_rpc("initialize_from_config", scaling.scheduler_of().config, 9, 32, 0)
+        executor.collective_rpc("initialize_from_config", scheduler_of().config, 9, 32, 0)
 
 
 # --- The real model, and processes ------------------------------------------------------------------------------------
@@ -520,23 +383,23 @@ def test_served(real_model, method, flags):
     if name:
         engine.lora.add_adapter(name, common.HERE / "adapters" / name)
     params, want = SamplingParams(temperature=0, max_tokens=12, logprobs=1), {}
-    for i, text in enumerate(scaling.TEXTS):
+    for i, text in enumerate(TEXTS):
         engine.add_request(str(i), text, params, lora_name=name)
     while engine.has_unfinished_requests():
         want |= {output.request_id: output.outputs[0] for output in engine.step()}
     about = json.dumps({"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1})
-    with scaling.server(*flags, "--speculative-config", about) as (client, process, _, _):
+    with server(*flags, "--speculative-config", about) as (client, process, _, _):
         fields = {"model": name or "smol", "temperature": 0, "max_tokens": 12, "logprobs": 1}
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda text: client.completions.create(prompt=text, **fields), scaling.TEXTS * 2))
+            answers = list(pool.map(lambda text: client.completions.create(prompt=text, **fields), TEXTS * 2))
         for i, answer in enumerate(answers):
-            choice, right = answer.choices[0], want[str(i % len(scaling.TEXTS))]
+            choice, right = answer.choices[0], want[str(i % len(TEXTS))]
             assert choice.text == right.text
             assert sum(choice.logprobs.token_logprobs) == pytest.approx(right.cumulative_logprob, abs=1e-2)
-        children = scaling.descendants(process.pid)
+        children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    scaling.wait_until_gone(children)
+    wait_until_gone(children)
 
 
 @pytest.mark.slow

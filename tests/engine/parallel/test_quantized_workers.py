@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
+import common
+
 import dataclasses
 import functools
 import json
 from types import SimpleNamespace
 
-import common
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from lab import naive
-from tests.engine.quantization import test_quantization as quantized
 import torch
 from safetensors.torch import save_file
-from tests.lessons.test_12_multi_lora import NoBytes, Words
 
-from support import tokenizing
-from engine.model import folders, llama
-from engine.parallel import stages
+from engine.engine_args import EngineArgs
+from engine.llm import LLM, make_llm_engine
+from engine.llm_engine import LLMEngine
+from engine.lora import lora_model
+from engine.model import llama
+from engine.parallel import stages, workers
+from engine.parallel.config import ParallelConfig
+from engine.parallel.layers import RowParallelLinear
+from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.shards import model_tensors
+from engine.parallel.stages import shard_codes
+from engine.parallel.worker import WorkerSpec
 from engine.quantization import formats
 from engine.quantization.algorithms import rtn
-from engine.parallel import workers
-from engine.parallel.pipeline import PipelineEngineCore
-from engine.parallel.stages import shard_codes
-from engine import front_end
-from engine.engine_args import EngineArgs
-from engine.llm import LLM
-from engine.llm import make_llm_engine
-from engine.llm_engine import LLMEngine
-from engine.parallel.stages import skeleton
-from engine.parallel.worker import WorkerSpec
-from engine.parallel.workers import Workers
-from engine.request import SamplingParams
-from engine.lora import lora_model
 from engine.quantization.checkpoints import load_checkpoint, on_codes, packed_modules
 from engine.quantization.methods import CALIBRATED, METHOD_OF, METHODS, quantize_layer, quantize_model
-from engine.parallel.layers import RowParallelLinear
-from engine.parallel.shards import model_tensors
+from engine.request import SamplingParams
+from lab import naive
+from support import small_cores
+from support.checkpoints import write_checkpoint
+from support.rank_threads import WorkerThreads
+from support.small_cores import remote_runner, scheduler_of
+from support.tokenizing import Words, of_characters
+from support.worker_engines import LIMITS, engine_on
 
-executors = scaling.executors
-ParallelConfig = scaling.ParallelConfig
 # Inputs of every layer are whole groups of 64 on up to four ranks.
 SIZES = dict(seed=3, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, hidden_size=128,
              intermediate_size=256, vocab_size=131)  # fmt: skip
@@ -50,18 +47,18 @@ ROUNDED = [name for name in METHODS if name not in (*CALIBRATED, "gguf", "torcha
 def serve(source, tp, pp, method=None):
     """(tokens, parameters that ranks hold as floats) of the layout, from a folder or from random weights."""
     parallel = ParallelConfig(tp, pp)
-    executor = scaling.ThreadExecutor(parallel)
+    executor = WorkerThreads(parallel)
     spec = WorkerSpec(source, parallel, quantization=method)
     floats = executor.collective_rpc("load_model", spec)
-    scheduler = scaling.scheduler_of()
-    runner = scaling.remote_runner(executor, parallel, scheduler)
-    tokens = scaling.serve(PipelineEngineCore(scheduler, runner, pp))
+    scheduler = scheduler_of()
+    runner = remote_runner(executor, parallel, scheduler)
+    tokens = small_cores.serve(PipelineEngineCore(scheduler, runner, pp))
     executor.shutdown()
     return tokens, floats
 
 
 def expected(model):
-    return scaling.serve(scaling.plain_core(model))
+    return small_cores.serve(small_cores.plain_core(model))
 
 
 # --- Codes that a folder has ------------------------------------------------------------------------------------------
@@ -77,7 +74,7 @@ STORED_SLOW = [pytest.param(layout, *degrees, marks=pytest.mark.slow)
 @pytest.mark.parametrize(("layout", "tp", "pp"), [*STORED_FAST, *STORED_SLOW])
 def test_a_quantized_folder_on_workers_writes_what_it_writes_in_one_process(layout, tp, pp, tmp_path):
     """Four ranks share two KV heads."""
-    model, _ = quantized.write_checkpoint(tmp_path, layout, SYMMETRIC[layout])
+    model, _ = write_checkpoint(tmp_path, layout, SYMMETRIC[layout])
     tokens, floats = serve(str(tmp_path), tp, pp)
     assert tokens == expected(load_checkpoint(tmp_path)) != expected(model)
     c = model.config
@@ -208,7 +205,7 @@ def test_what_looks_at_a_whole_models_activations_is_refused(method, monkeypatch
 
 def test_what_the_folder_says_is_asked_before_anybody_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "make_executor", lambda parallel: pytest.fail("nobody is started for it"))
-    quantized.write_checkpoint(tmp_path, "awq")
+    write_checkpoint(tmp_path, "awq")
     with pytest.raises(common.InputError, match="awq weights already"):
         make_llm_engine(str(tmp_path), tensor_parallel_size=2, quantization="int8")
 
@@ -216,19 +213,14 @@ def test_what_the_folder_says_is_asked_before_anybody_starts(tmp_path, monkeypat
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 3)])
 def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     """Lesson 12's products join those of the codes, on every rank."""
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    tokenizing.building(monkeypatch, lambda folder: Words())
-    monkeypatch.setattr(folders, "model_folder", lambda name: name)
+    of_characters(monkeypatch)
     model, parallel = llama.random_model(**SIZES), ParallelConfig(tp, pp)
     lora = lora_model.random_adapter(model.config, 8, seed=1)
     args = EngineArgs(enable_lora=True, max_loras=1, max_lora_rank=8)
-    limits = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
-    executor = scaling.ThreadExecutor(parallel)
-    executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config(), quantization="int4"))
-    workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
+    executor = WorkerThreads(parallel)
     engines = [
-        LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **limits),
-        LLMEngine(quantize_model(model, "int4"), Words(), config=args.vllm_config(), **limits),
+        engine_on(executor, parallel, args, sizes=SIZES, quantization="int4"),
+        LLMEngine(quantize_model(model, "int4"), Words(), config=args.vllm_config(), **LIMITS),
     ]
     answers = []
     for engine in engines:
@@ -250,25 +242,17 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
 )
 def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     """What is written is what the codes say, whoever guesses (lesson 07)."""
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    tokenizing.building(monkeypatch, lambda folder: Words())
-    monkeypatch.setattr(folders, "model_folder", lambda name: name)
-    executor, parallel = scaling.ThreadExecutor(ParallelConfig(tp, pp)), ParallelConfig(tp, pp)
+    of_characters(monkeypatch)
+    executor, parallel = WorkerThreads(ParallelConfig(tp, pp)), ParallelConfig(tp, pp)
     config = {"method": drafter, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     args = EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))
-    executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config(), quantization="int4"))
-    model = llama.random_model(**SIZES)
-    workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
-    engine = LLMEngine(
-        workers.model, Words(), config=args.vllm_config(workers), max_model_len=64, max_num_seqs=4,
-        max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4,
-    )  # fmt: skip
+    engine = engine_on(executor, parallel, args, sizes=SIZES, quantization="int4")
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.add_request("a", {"prompt_token_ids": [5, 9, 2, 5, 9, 2]}, params)
     while engine.has_unfinished_requests():
         heard = engine.step()
     executor.shutdown()
-    wanted = naive.generate(quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
+    wanted = naive.generate(quantize_model(llama.random_model(**SIZES), "int4"), [5, 9, 2, 5, 9, 2], 16)
     assert heard[0].outputs[0].token_ids == wanted
     assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 0
 

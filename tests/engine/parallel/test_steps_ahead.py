@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import common
+
 import functools
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import common
-from engine.config import SchedulerConfig
-from engine.worker import assemble
-from engine.worker.cuda_graphs import CapturedModel
-from engine.worker.cuda_graphs import Tape
-from engine.llm import make_llm_engine
-from engine.parallel.stages import make_groups
-from engine.parallel.worker import Worker
-from engine.parallel.worker import WorkerSpec
-from engine.parallel.workers import make_executor
-from engine.engine_args import EngineArgs
-from engine.output import ModelRunnerOutput
-from engine.serving.pipeline_proc import ParallelEngineCoreProc
-from support import first_layers
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from lab import naive, replay
-from tests.engine.lora import test_adapters_on_workers as adapting
-from tests.engine.parallel import test_drafts_on_workers as drafting
 
+from engine.config import SchedulerConfig
+from engine.engine_args import EngineArgs
+from engine.llm import make_llm_engine
 from engine.model import folders, llama, loader
+from engine.output import ModelRunnerOutput
+from engine.parallel.config import ParallelConfig
+from engine.parallel.stages import make_groups
+from engine.parallel.worker import Worker, WorkerSpec
+from engine.parallel.workers import make_executor
+from engine.request import Request, SamplingParams
+from engine.serving.letters import EngineCoreRequestType
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
+from engine.worker import assemble
+from engine.worker.cuda_graphs import CapturedModel, Tape
+from lab import naive, replay
+from support import adapters, drafting, first_layers, small_cores
+from support.close import Close
+from support.drafting import (
+    GREEDY,
+    JOBS,
+    METHODS,
+    ROOMY,
+    check_nothing_is_kept,
+    engine_on,
+    plain,
+    requests_of,
+    serve,
+    steps,
+)
+from support.process_tree import descendants, wait_until_gone
+from support.servers import TEXTS, server
+from support.serving_loops import IDLE, proc_on
+from support.small_cores import PROMPTS, SIZES, plain_core
+from support.tiers import and_slowly
 
-executors = scaling.executors
-Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
-JOBS, plain, serve, steps = drafting.JOBS, drafting.plain, drafting.serve, drafting.steps
-guess, on_threads, _small_models = drafting.guess, drafting.on_threads, drafting._small_models
-whole, loras = adapting.whole, adapting.loras
+whole, loras = adapters.whole, adapters.loras
+guess, on_threads, small_models = drafting.guess, drafting.on_threads, drafting.small_models
 AHEAD = ParallelConfig(async_scheduling=True)
 
 
@@ -46,7 +60,7 @@ def here():
     def build(method=None, **about):
         executor = make_executor(AHEAD)
         started.append(executor)
-        return drafting.engine_on(executor, AHEAD, method, **about)
+        return engine_on(executor, AHEAD, method, **about)
 
     yield build
     for executor in started:
@@ -56,7 +70,7 @@ def here():
 def check_nothing_is_left(engine, monkeypatch):
     scheduler = engine.core.scheduler
     assert not scheduler.requests
-    drafting.check_nothing_is_kept(engine)
+    check_nothing_is_kept(engine)
 
 
 # --- No token changes -------------------------------------------------------------------------------------------------
@@ -109,15 +123,15 @@ def test_with_drafts_that_nobody_has_made_yet(here, guess, monkeypatch, limits):
 
 
 FAST = [("suffix", 1), ("draft_model", 2), ("eagle", 1)]
-SLOW = [(method, tp) for method in drafting.METHODS for tp in (1, 2) if (method, tp) not in FAST]
+SLOW = [(method, tp) for method in METHODS for tp in (1, 2) if (method, tp) not in FAST]
 
 
-@pytest.mark.parametrize(("method", "tp"), drafting.and_slowly(FAST, SLOW))
+@pytest.mark.parametrize(("method", "tp"), and_slowly(FAST, SLOW))
 def test_every_drafter(on_threads, monkeypatch, method, tp):
     """Greedy answers are those without drafts; what is drawn follows the drafts, and these may come later here."""
-    engine = on_threads(tp, 1, method, ahead=True, **drafting.ROOMY)
+    engine = on_threads(tp, 1, method, ahead=True, **ROOMY)
     tokens = serve(engine)[0]
-    assert [tokens[i] for i in drafting.GREEDY] == [plain()[0][i] for i in drafting.GREEDY]
+    assert [tokens[i] for i in GREEDY] == [plain()[0][i] for i in GREEDY]
     assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 20
     check_nothing_is_left(engine, monkeypatch)
 
@@ -129,7 +143,7 @@ def test_with_adapters(here, whole, loras, method):
     engine = here(method, lora=lora)
     for name, each in loras.items():
         engine.lora.add_adapter(name, each)
-    assert adapting.ask(engine, (None, *loras)) == adapting.as_merged()
+    assert adapters.ask(engine, (None, *loras)) == adapters.as_merged()
 
 
 # --- The plan comes first ---------------------------------------------------------------------------------------------
@@ -160,12 +174,12 @@ def test_a_step_is_planned_while_the_last_one_runs(here):
     assert got == plain()[0][8][:6] and ends == [True] * 6
 
 
-LONGER = [*scaling.PROMPTS, [2] * 9], [20, 24, 7, 30, 28, 30]
+LONGER = [*PROMPTS, [2] * 9], [20, 24, 7, 30, 28, 30]
 
 
 @functools.cache
 def written_at_leisure():
-    return scaling.serve(scaling.plain_core(), *LONGER)
+    return small_cores.serve(plain_core(), *LONGER)
 
 
 @pytest.mark.parametrize(("ahead", "pool"), [pytest.param(True, 60, marks=pytest.mark.slow), (True, 18), (False, 18)])
@@ -197,7 +211,7 @@ def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, 
         return submit(output)
 
     engine.core.runner.submit = noting
-    assert scaling.serve(engine.core, prompts, outputs) == written
+    assert small_cores.serve(engine.core, prompts, outputs) == written
     assert (found == want) == ahead and (pool == 60 or any(victims for _, victims in found))
 
 
@@ -207,10 +221,8 @@ def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, 
 @pytest.mark.parametrize(("method", "limits"), [(None, "roomy"), ("suffix", "roomy"), (None, "chunks")])
 def test_letters_of_the_serving_loop(here, method, limits):
     """Each brings one step's tokens and log probabilities, and says who was admitted; then an abort in full flight."""
-    core, letters, got, scores, admitted = here(method, **LIMITS[limits]).core, [], {}, {}, []
-    proc = ParallelEngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
-    for i, (prompt, params) in enumerate(JOBS):
-        proc.handle([(scaling.ADD, Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i))])
+    core, got, scores, admitted = here(method, **LIMITS[limits]).core, {}, {}, []
+    proc, letters = proc_on(core, requests_of(JOBS))
     core.step = proc.step
     assert not any(steps(core)), "what it brings is in the letters"
     for letter in letters:
@@ -220,18 +232,18 @@ def test_letters_of_the_serving_loop(here, method, limits):
             got.setdefault(i, []).extend(output.new_token_ids)
             if JOBS[i][1].logprobs is not None:
                 found = output.new_logprobs
-                scores.setdefault(i, []).append({t: drafting.Close(x.logprob) for t, x in found.items()})
+                scores.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
     assert [got[i] for i in range(len(JOBS))] == plain()[0] and scores == plain()[1]
     assert sorted(admitted) == sorted(got and map(str, got))
-    proc.handle([(scaling.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=40)))])
+    proc.handle([(EngineCoreRequestType.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=40)))])
     for _ in range(3):
         proc.step()
-    proc.handle([(scaling.ABORT, ["late"])])
-    assert proc.check_idle() == scaling.IDLE
+    proc.handle([(EngineCoreRequestType.ABORT, ["late"])])
+    assert proc.check_idle() == IDLE
     sent = len(letters)
-    proc.handle([(scaling.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=2)))])
+    proc.handle([(EngineCoreRequestType.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=2)))])
     assert not any(steps(core)), "a namesake of whom a token was on its way"
-    alone = naive.generate(llama.random_model(**scaling.SIZES), [1, 2, 3], 2)
+    alone = naive.generate(llama.random_model(**SIZES), [1, 2, 3], 2)
     assert [t for letter in letters[sent:] for output in letter.outputs for t in output.new_token_ids] == alone
 
 
@@ -254,7 +266,7 @@ def test_letters_tell_of_every_preemption(here, on_threads, layout):
     for i in range(32):
         params = SamplingParams(temperature=0, max_tokens=6 + i % 17, ignore_eos=True)
         request = Request(str(i), [1 + i] * (1 + i % 13), params, arrival_time=i, priority=i * 7 % 5)
-        proc.handle([(scaling.ADD, request)])
+        proc.handle([(EngineCoreRequestType.ADD, request)])
         proc.step()
     core.step = proc.step
     assert not any(steps(core))
@@ -335,7 +347,7 @@ def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypa
     options = dict(max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=40)
     texts = []
     executor = make_executor(AHEAD)
-    ahead = drafting.engine_on(executor, AHEAD, None, sizes=model.config, tokenizer=tokenizer, **options)
+    ahead = engine_on(executor, AHEAD, None, sizes=model.config, tokenizer=tokenizer, **options)
     for engine in (make_llm_engine(model, tokenizer, **options), ahead):
         for i, (text, fields) in enumerate(jobs):
             engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=8, **fields))
@@ -353,16 +365,16 @@ def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypa
 def test_served(real_model, flags):
     """Eight clients read the texts of one process that plans in step, and a signal ends all processes."""
     engine, want = make_llm_engine(*real_model, max_model_len=256, max_num_seqs=8), {}
-    for i, text in enumerate(scaling.TEXTS):
+    for i, text in enumerate(TEXTS):
         engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=12))
     while engine.has_unfinished_requests():
         want |= {output.request_id: output.outputs[0].text for output in engine.step()}
-    with scaling.server("--async-scheduling", *flags) as (client, process, _, _):
+    with server("--async-scheduling", *flags) as (client, process, _, _):
         with ThreadPoolExecutor(8) as pool:
             ask = lambda text: client.completions.create(model="smol", prompt=text, temperature=0, max_tokens=12)  # noqa: E731
-            answers = list(pool.map(ask, scaling.TEXTS * 2))
-        assert [a.choices[0].text for a in answers] == [want[str(i)] for i in range(len(scaling.TEXTS))] * 2
-        children = scaling.descendants(process.pid)
+            answers = list(pool.map(ask, TEXTS * 2))
+        assert [a.choices[0].text for a in answers] == [want[str(i)] for i in range(len(TEXTS))] * 2
+        children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    scaling.wait_until_gone(children)
+    wait_until_gone(children)

@@ -16,7 +16,6 @@ import common
 from support import needs
 import pytest
 import torch
-from tests.engine.quantization.test_quantization import emulated_ptx
 from lab import cli
 from support.close import assert_close
 
@@ -27,6 +26,7 @@ from engine.quantization.algorithms import rtn
 from engine.quantization.dequant_matmul import dequant_matmul
 from engine.quantization.linear import QuantizedLinear
 from engine.quantization.packed_weight import PackedWeight, scale_words
+from support.ptx import emulated_ptx
 
 Format = formats.Format
 

@@ -13,7 +13,8 @@ import time
 import common
 import httpx
 import pytest
-from support.transfers import PROMPT, SEED, WIRES, counts, drain, free_ports, make_request, pair
+from support.ports import free_ports
+from support.transfers import PROMPT, SEED, WIRES, counts, drain, make_request, pair
 
 from engine import arguments
 from engine.model import llama

@@ -43,20 +43,12 @@ from engine.spec_decode.drafters import Draft, DraftContext, Drafter, Speculativ
 from lab.tree import Tree
 from lab import drafter_training as training
 from lab import drafts_ahead, naive
+from support.networks import random_network
 
 lesson, page = registry.lesson("07b_trained_drafters"), cli.numbers("07b_trained_drafters")
 speculative = registry.lesson("07_spec_decode")
 
 GREEDY = SamplingParams(temperature=0)
-
-
-def random_network(method: str, model: llama.Llama, draft_vocab: int = 40, seed: int = 0) -> trained.Network:
-    """A drafter that learned nothing, for the tiny model."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-               for name, shape in trained.network_shapes(method, model.config).items()}  # fmt: skip
-    d2t = torch.randperm(model.config.vocab_size, generator=generator)[:draft_vocab].sort().values
-    return trained.Network(method, model, d2t, {n: t.to(model.device) for n, t in tensors.items()})
 
 
 def features_of(model: llama.Llama, tokens: list[int]) -> torch.Tensor:
