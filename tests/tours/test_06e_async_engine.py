@@ -11,6 +11,7 @@ import pytest
 
 import on_gpu
 from engine import registry
+from engine.model import folders
 from engine.request import SamplingParams
 from engine.serving import collector
 from engine.serving.async_llm import AsyncLLM
@@ -64,7 +65,7 @@ def test_a_model_with_a_short_context_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_and_every_place_on_the_real_model(folder):
+def test_a_killed_process_and_every_place_on_the_real_model():
     """The fast twins: test_official_client kills a real engine process; test_async_llm compares the places on the tiny
     model."""
     args = lesson.build_parser().parse_args([])
@@ -76,7 +77,9 @@ def test_a_killed_process_and_every_place_on_the_real_model(folder):
     assert heard == 3 and scripts.within(seconds, 2)
 
     async def drop():
-        llm = await AsyncLLM.start(lesson.make_small_engine, {"model": args.model, "seed": 0}, folder)
+        llm = await AsyncLLM.start(
+            lesson.make_small_engine, {"model": args.model, "seed": 0}, folders.model_folder(None)
+        )
         return llm.client.process
 
     process = asyncio.run(drop())
