@@ -41,9 +41,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))
 
 import common
+
 import pytest
 from _pytest.runner import runtestprotocol
+
 from support import modules
+from support.mutants import first_difference, listed, replaced
 
 LIST = HERE / "equivalent_mutants.txt"
 
@@ -190,18 +193,6 @@ def changes(node: ast.AST, strides: list[str], assigned: Counter) -> Iterator[tu
             yield "stride", ast.Name(strides[(strides.index(name) + 1) % len(strides)])
 
 
-def replaced(source: str, node: ast.AST, new: ast.AST) -> str:
-    """The source with `new` in the place of a node, every other character as it is."""
-    lines = source.encode().splitlines(keepends=True)
-    first, last = node.lineno - 1, node.end_lineno - 1
-    head, tail = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-    text = ast.unparse(ast.fix_missing_locations(new)).replace("\n", "\n" + " " * node.col_offset)
-    closed = isinstance(new, ast.stmt | ast.Name | ast.Call | ast.Subscript | ast.Attribute) or text.isdigit()
-    if not closed or (text.isdigit() and tail.startswith(b".")):
-        text = f"({text})"
-    return b"".join([*lines[:first], head, text.encode(), tail, *lines[last + 1 :]]).decode()
-
-
 def text_of(lesson: str, kernel: str) -> str:
     """A kernel's own lines, without its decorator."""
     node = kernels()[lesson, kernel]
@@ -220,25 +211,14 @@ def mutants(lesson: str, kernel: str) -> list[Mutant]:
     for node in parts(function):
         for kind, new in changes(node, strides, Counter(stored + names)):
             text = replaced(source, node, new)
-            pairs = zip(source.splitlines(), text.splitlines())
-            before, after = next((a.strip(), b.strip()) for a, b in pairs if a != b)
+            before, after = first_difference(source, text)
             found.setdefault(text, (node.lineno, Mutant(lesson, kernel, before, after, text, kind)))
     return [mutant for _, mutant in sorted(found.values(), key=lambda pair: pair[0])]
 
 
 def equivalent() -> dict[tuple[str, str, str], str]:
-    """The list, as {mutant's key: reason}. A reason is a paragraph's first line, then kernels, then - and + lines."""
-    found, reason, kernel, before = {}, "", "", ""
-    for line in LIST.read_text().splitlines():
-        if line.startswith("- "):
-            before = line[2:]
-        elif line.startswith("+ "):
-            found[kernel, before, line[2:]] = reason
-        elif line.startswith("#"):
-            reason = line
-        elif line:
-            kernel = line
-    return found
+    """The list, as {mutant's key: reason}."""
+    return listed(LIST)
 
 
 # --- Running the tests against a change -----------------------------------------------------------------------------

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from support import processes
+import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there, tests run in one process")
 
@@ -36,13 +35,11 @@ def run(folder: Path, end: str, plugin: str = "") -> tuple[int, str]:
     """Six files of tests in two processes; the last one's test does `end`. -> exit status, all output."""
     for i in range(6):
         (folder / f"test_{i}.py").write_text(FILE + (LAST.format(end=end) if i == 5 else ""))
-    (folder / "more.py").write_text(f"import os\nfrom support import processes\n{plugin}")
+    (folder / "more.py").write_text(f"import os, processes\n{plugin}")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(processes.__file__).parent.parent), str(folder)])
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(processes.__file__).parent), str(folder)])}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder",
-               "-p", "support.processes", "-p", "more", "-p", "no:cacheprovider"]  # fmt: skip
+               "-p", "processes", "-p", "more", "-p", "no:cacheprovider"]  # fmt: skip
     done = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
     )

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import common
+
 import copy
 import functools
 import random
 from collections import deque
 
-import common
-from support import first_layers
 import pytest
 import torch
-from engine import registry
-from lab import cli
-from lab.hardware import GPU, HARDWARE
-from engine.core.scheduler import make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import registry
+from engine.core.scheduler import make_scheduler
 from engine.model import loader
 from engine.output import ModelRunnerOutput
-from lab import roofline
+from lab import cli, roofline
+from lab.hardware import GPU, HARDWARE
 from lab.reserving import ReservingScheduler
+from support import first_layers
 
 lesson, page = registry.lesson("11_preemption"), cli.numbers("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams

@@ -28,9 +28,9 @@ from engine.serving.pipeline_proc import ParallelEngineCoreProc
 from support import adapters
 from support.adapters import as_merged, ask
 from support.rank_threads import WorkerThreads
-from support.requests import request_of
 from support.servers import TEXTS, server
 from support.small_cores import OUTPUTS
+from support.small_requests import request_of
 from support.tokenizing import Words, of_characters
 from support.worker_engines import LIMITS, engine_on
 

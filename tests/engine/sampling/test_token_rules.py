@@ -17,24 +17,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support import tokenizing
 from engine import registry
+from engine.config import VllmConfig
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
-from engine.config import VllmConfig
-from engine.llm_engine import LLMEngine
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.llm import LLM
-from engine.sampling.sampler import SamplingState
-from engine.spec_decode.drafters import Draft, SpeculativeConfig
-from engine.spec_decode.verifier import DraftedState
-
+from engine.request import Request, SamplingParams
 from engine.sampling import token_rules as lesson
+from engine.sampling.sampler import SamplingState
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.openai.app import build_app
+from engine.spec_decode.drafters import Draft, SpeculativeConfig
+from engine.spec_decode.verifier import DraftedState
 from lab import naive
-
+from support import tokenizing
 
 speculation = registry.lesson("07_spec_decode")
 async_engine, openai_api = registry.lesson("06e_async_engine"), registry.lesson("06f_openai_api")
@@ -555,3 +552,9 @@ def test_a_client_that_writes_out_all_fields_asks_for_nothing():
         assert asyncio.run(openai_api.call(app, "/v1/completions", json.loads(json.dumps(P | fields)))).status == 200
     assert [params for _, _, params in llm.added] == [SamplingParams()] * 2
     assert not SamplingState(Request("r", [1], llm.added[0][2]), 0).restricted
+
+
+def test_nobody_names_another_context_than_the_engines():
+    assert TokenizeParams.of(9, {"truncate_prompt_tokens": 3}) == TokenizeParams(9, 3)
+    with pytest.raises(common.InputError, match=r"allowed: truncate_prompt_tokens, truncation_side$"):
+        TokenizeParams.of(9, {"max_total_tokens": 3})

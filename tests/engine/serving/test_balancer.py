@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.serving.balancer import BALANCERS, LoadBalancer, PrefixAwareBalancer
-from support.requests import request_of
+from support.small_requests import request_of
 
 
 def test_vllms_score():

@@ -28,10 +28,10 @@ from engine.serving.letters import (
     Reply,
     SchedulerStats,
 )
-from support.requests import request_of
 from support.runners import runner_of
 from support.serving_loops import IDLE
 from support.small_cores import OUTPUTS, PROMPTS, reference, scheduler_of, small_model
+from support.small_requests import request_of
 
 ADD = EngineCoreRequestType.ADD
 

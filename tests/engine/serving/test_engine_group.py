@@ -17,7 +17,8 @@ import torch
 
 from engine.engine_args import EngineArgs
 from engine.serving import engine_group
-from engine.serving.engine_group import start_engine
+from engine.serving.balancer import BALANCERS
+from engine.serving.engine_group import make_client, start_engine
 from engine.serving.start import make_engine
 from support.process_tree import alive
 
@@ -87,3 +88,11 @@ sys.exit(group.run_headless(None, args, lambda text: None))
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.mark.parametrize("routing", BALANCERS)
+def test_a_front_end_without_others_beside_it_is_the_only_one(routing):
+    args = SimpleNamespace(data_parallel_routing=routing)
+    client = make_client(args, [None, None], None, 0)
+    assert client.balancer.client_count == 1 and client.balancer.start == 0
+    assert make_client(args, [None, None], None, 1, 2).balancer.start == 1, "each of two begins at another engine"

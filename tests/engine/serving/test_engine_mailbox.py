@@ -16,7 +16,7 @@ from engine.serving.letters import Admission, Dead, EngineCoreOutputs, EngineCor
 from engine.serving.mailbox import Mailbox
 from engine.serving.wire import frame, loads
 from support.mailboxes import mailbox, nobody_waits, read_letters
-from support.requests import request_of
+from support.small_requests import request_of
 
 ADD, ABORT = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT
 

@@ -196,3 +196,16 @@ def test_drafts_are_counted_where_they_were_verified():
     assert drafted() == by_place | {("drafts_total", None): 5, ("draft_tokens_total", None): 12,
                                     ("accepted_tokens_total", None): 7}  # fmt: skip
     assert b"spec_decode" not in metrics.PrometheusStatLogger("m").expose()
+
+
+@pytest.mark.parametrize(("boundaries", "last"), [(metrics.ANSWERS, 20), (metrics.REQUEST_TOKENS, 10_000)])
+def test_counts_have_the_boundaries_one_two_five(boundaries, last):
+    """vLLM's `build_1_2_5_buckets`."""
+    series = (digit * 10**power for power in range(6) for digit in (1, 2, 5))
+    assert list(boundaries) == [bound for bound in series if bound <= last]
+
+
+@pytest.mark.parametrize("name", ["LATENCY", "FIRST_TOKEN", "BETWEEN_TOKENS", "STEP_TOKENS", "PREEMPTIONS"])
+def test_boundaries_rise(name):
+    boundaries = getattr(metrics, name)
+    assert list(boundaries) == sorted(set(boundaries)) and boundaries[0] > 0

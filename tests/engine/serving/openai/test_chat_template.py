@@ -9,7 +9,7 @@ import pytest
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
 from engine.serving.openai.chat_template import left_open, messages_for_template
-from engine.serving.openai.protocol import ChatCompletionRequest
+from engine.serving.openai.protocol import ChatCompletionRequest, ChatMessage
 from support.scripted_api import (
     CITY,
     TOOLS,
@@ -177,3 +177,14 @@ def test_arguments_that_cannot_be_read_do_not_end_a_conversation(shared, argumen
     body = ChatCompletionRequest(messages=[*M["messages"], said])
     assert messages_for_template(body.messages)[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert ask(shared[1], "/v1/chat/completions", {"messages": [*M["messages"], said]}).status == 200
+
+
+def test_a_template_sees_no_field_that_a_call_has_not():
+    """Templates ask whether a field is there, not whether it is none."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    (message,) = messages_for_template([ChatMessage(role="assistant", tool_calls=calls)])
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }

@@ -458,3 +458,10 @@ def test_who_waits_for_a_guide_and_leaves_costs_nothing_more(monkeypatch, ends):
         assert not queue.compiling and llm.admission.num_held == 0 and not llm.added
 
     asyncio.run(run())
+
+
+def test_an_adapters_parent_is_the_models_first_name():
+    serving = OpenAIServing(ScriptedLLM(), ["first", "second"], {"adapter": "folder"})
+    card = serving.model_card("adapter")
+    assert (card["id"], card["root"], card["parent"]) == ("adapter", "folder", "first")
+    assert [serving.model_card(name)["parent"] for name in ("first", "second")] == [None, None]
