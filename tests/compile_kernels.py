@@ -24,13 +24,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 import common
-
+from support import sass
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-
-from support import modules, sass
+from support import modules
 from support.launches import EXAMPLES
+from triton.backends.compiler import GPUTarget
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import common
-
 import ast
 import re
 import shutil
@@ -14,8 +12,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import common
 import pytest
-
 from support import scripts
 
 if sys.platform != "linux":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import common
-from common import triton
 
 import argparse
 import collections
@@ -17,11 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import triton
 
 from engine import registry
-from engine.model import llama, loader
-from lab import figures, lengths, roofline, timing
+from lab import figures
+from lab import timing
 from lab.parameters import checked
+from engine.model import llama, loader
+from lab import lengths, roofline
 
 KEY = "02_paged_attention"
 lesson = registry.lesson(KEY)

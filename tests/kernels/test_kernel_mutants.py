@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import common
-
 import ast
 import re
 import sys
 from collections import Counter
 from pathlib import Path
 
+import common
 import pytest
-
 from support import scripts
 
 if not (common.HAS_TRITON and common.INTERPRET):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import common
-
 import re
 import sys
 
+import common
 import pytest
-
 from support import scripts
 
 TESTS = common.ROOT / "tests"

@@ -6,9 +6,10 @@ import types
 
 import torch
 
+from lab import timing
 from engine.model import llama
 from engine.quantization.methods import quantize_model
-from lab import matrix_products, timing
+from lab import matrix_products
 
 
 class Noted:

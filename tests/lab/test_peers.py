@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import common
-
 import sys
 
+import common
 import pytest
 import torch
 

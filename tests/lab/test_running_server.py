@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import common
-
 import socket
 
+import common
 import pytest
-
 from lab.running_server import running_server
 
 

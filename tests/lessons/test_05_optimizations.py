@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import common
-
 import copy
-import functools
 import importlib.util
 import itertools
 import random
 import re
 from types import SimpleNamespace
 
+import common
 import pytest
+from support.runners import runner_of
+from engine import registry
+from lab.hardware import HARDWARE
+from support.close import assert_close
+from engine.worker.assemble import make_runner
+from engine.attention.metadata import AttentionMetadata
+from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
+import functools
+from engine.request import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.llm_engine import LLMEngine
+from engine.model.packed_linear import PackedLinear
+from engine.model.packed_linear import packs
+from engine.config import SchedulerConfig
+from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
+from engine.core.scheduler import make_scheduler
+from support.broken import break_class
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from engine import registry
-from engine.attention.metadata import AttentionMetadata
-from engine.config import SchedulerConfig
-from engine.core.engine_core import EngineCore
-from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
-from engine.core.scheduler import make_scheduler
-from engine.llm_engine import LLMEngine
 from engine.model import llama, loader
-from engine.model.packed_linear import PackedLinear, packs
-from engine.request import SamplingParams
-from engine.worker.assemble import make_runner
-from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
 from lab import chats, cli, offline_run, roofline
-from lab.hardware import HARDWARE
-from support.broken import break_class
-from support.close import assert_close
-from support.runners import runner_of
 
 lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
 page = cli.numbers("05_optimizations")
@@ -1165,21 +1165,6 @@ def test_the_next_step_is_planned_while_the_model_runs(monkeypatch):
     assert events_of("async", 5)[0][:6] == ["plan", "plan", "hear", "plan", "hear", "plan"]
     events, loop = events_of("n-step", 8)
     assert loop["plans"] == 2 and loop["steps"] == 8 and events[:8] == ["plan"] * 4 + ["hear"] * 4
-
-
-def test_an_abort_between_plan_and_result(tiny_model):
-    core, _ = page.make_loop("async", tiny_model)
-    first, second = greedy(PROMPTS[0], 9, "a"), greedy(PROMPTS[1], 9, "b")
-    core.add_request(first)
-    core.add_request(second)
-    core.step()
-    core.abort_requests(["a"])
-    while core.scheduler.has_unfinished_requests() or core.batch_queue:
-        core.step()
-    core.remote.executor.shutdown()
-    assert second.output_token_ids == batching.generate_alone(tiny_model, PROMPTS[1], 9)
-    pool = core.scheduler.kv_cache_manager.block_pool
-    assert pool.num_free_blocks == pool.num_blocks - 1
 
 
 # --- Prompt lookup --------------------------------------------------------------------------------------------------

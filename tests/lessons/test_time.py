@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import common
-
 import pytest
-
 from support import scripts
 from support.documents import LESSONS
 from support.scripts import YARDSTICK_SECONDS, Done, execute, script_job, within

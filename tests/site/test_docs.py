@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import common
-
 import ast
 import importlib
 import itertools
@@ -11,16 +9,19 @@ import re
 import subprocess
 import sys
 
+import common
+from support import documents
 import pytest
-
-from engine import arguments, registry
+from support.documents import LESSONS, PAGES, TOLD
+from engine import arguments
 from engine.serving.cli import add_serve_command
 from engine.serving.proxy import add_proxy_command
-from lab import cli, figures, replay
+from lab import replay
 from lab.bench import add_bench_commands
-from support import documents
-from support.documents import LESSONS, PAGES, TOLD
 from support.scripts import output_of
+from engine import registry
+from lab import cli
+from lab import figures
 
 sys.path.insert(0, str(common.ROOT / "lessons"))
 import graph

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import common
-
 import functools
 import importlib.util
 import itertools
@@ -18,10 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lab import cli
 from support import documents
+import common
+import pytest
+from lab import cli
 
 TESTS = Path(__file__).resolve().parent
 WIDGETS = common.ROOT / "lessons" / "widgets"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import common
-
 import pytest
 import torch
 

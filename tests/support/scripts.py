@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import common
-
 import dataclasses
 import json
 import os
@@ -14,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 from support import modules
 
 Job = tuple[tuple, list[Any]]  # a key, and the command

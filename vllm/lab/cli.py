@@ -10,8 +10,9 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from types import ModuleType
 
 import torch
 

@@ -6,6 +6,7 @@ vLLM has nothing like it.
 
 from __future__ import annotations
 
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -87,8 +87,9 @@ def limits(plug: dict[str, str]) -> dict[str, Any]:
 
 def serve(plug: dict[str, str], flags: Sequence[str]) -> None:
     """`python -m vllm serve FLAGS`, with the reader's parts."""
-    from engine import arguments
     from engine.serving.cli import add_serve_command
+
+    from engine import arguments
 
     given = [word for seam, target in plug.items() for word in ("--plug", f"{seam}={target}")]
     if not limits(plug).get("enable_prefix_caching", True):

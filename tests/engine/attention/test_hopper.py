@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import common
-
 import collections
 import itertools
 import json
@@ -11,15 +9,18 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-
 from engine import registry
-from engine.attention import hopper
-from lab import cli, recorded
-from support import gluon_emulator, needs, scripts
+from lab import cli
+from lab import recorded
 from support.close import assert_close
+from engine.attention import hopper
+from support import gluon_emulator
+from support import needs
+import numpy as np
+import common
+import pytest
+from support import scripts
+import torch
 
 flash, page = registry.lesson("03_flash_attention"), cli.numbers("03_flash_attention")
 PATH = Path(hopper.__file__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import common
 
-import argparse
 import dataclasses
 
 import pytest
@@ -13,7 +12,7 @@ from engine import arguments
 from engine.engine_args import EngineArgs
 from engine.llm import LLM
 from engine.serving import sockets
-from engine.serving.cli import add_model_flags, add_serve_command, serve_command
+from engine.serving.cli import add_serve_command, serve_command
 from engine.serving.server import may_load_adapters
 
 
@@ -66,14 +65,3 @@ def test_a_script_and_a_server_hear_the_same(monkeypatch, name, value):
     assert str(scripted.value) == str(served.value)
     last, other = served.traceback[-1], scripted.traceback[-1]
     assert (last.path, last.lineno) == (other.path, other.lineno)
-
-
-def test_a_seed_has_31_bits(capsys):
-    parser = argparse.ArgumentParser()
-    add_model_flags(parser.add_argument)
-    assert parser.parse_args([]).seed == 0
-    assert parser.parse_args(["--seed", str(2**31 - 1)]).seed == 2**31 - 1
-    for wrong in (2**31, -1):
-        with pytest.raises(SystemExit):
-            parser.parse_args([f"--seed={wrong}"])
-        assert "--seed" in capsys.readouterr().err
