@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ def who_sees_whom(mine: ModuleType, given: ModuleType, context: Context) -> Iter
     )
 
 
-def a_cache(module: ModuleType, seqs: int, rows: int) -> object:
+def a_cache(module: ModuleType, seqs: int, rows: int) -> Any:
     return module.KVCache(module.KVCacheSpec(2, 2, 4, 4), seqs, rows, torch.float32)
 
 
@@ -76,7 +77,7 @@ def rows_that_are_left(mine: ModuleType, given: ModuleType, context: Context) ->
 
 def keys_of_all_sequences(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     def fill(module: ModuleType, passes: list[list[int]]) -> list[torch.Tensor]:
-        cache = a_cache(module, len(passes[0]), 8)
+        cache, out = a_cache(module, len(passes[0]), 8), torch.empty(0)
         for new, (q, k, v) in zip(passes, tensors):
             cache.allocate_slots(new)
             out = cache.attend(1, q, k, v)
