@@ -1167,21 +1167,6 @@ def test_the_next_step_is_planned_while_the_model_runs(monkeypatch):
     assert loop["plans"] == 2 and loop["steps"] == 8 and events[:8] == ["plan"] * 4 + ["hear"] * 4
 
 
-def test_an_abort_between_plan_and_result(tiny_model):
-    core, _ = page.make_loop("async", tiny_model)
-    first, second = greedy(PROMPTS[0], 9, "a"), greedy(PROMPTS[1], 9, "b")
-    core.add_request(first)
-    core.add_request(second)
-    core.step()
-    core.abort_requests(["a"])
-    while core.scheduler.has_unfinished_requests() or core.batch_queue:
-        core.step()
-    core.remote.executor.shutdown()
-    assert second.output_token_ids == batching.generate_alone(tiny_model, PROMPTS[1], 9)
-    pool = core.scheduler.kv_cache_manager.block_pool
-    assert pool.num_free_blocks == pool.num_blocks - 1
-
-
 # --- Prompt lookup --------------------------------------------------------------------------------------------------
 
 

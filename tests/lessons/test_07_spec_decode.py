@@ -802,43 +802,25 @@ SETTINGS = {
     "roomy": {},
     "chunks": {"max_num_batched_tokens": 7},
     "cramped": {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 16},  # preempts
-    "no prefix cache": {"enable_prefix_caching": False},
-    "capped": {"long_prefill_token_threshold": 3, "max_num_batched_tokens": 12},
-    "priority": {"scheduling_policy": "priority", "num_gpu_blocks_override": 18},
 }
 
 
-@pytest.mark.parametrize(("method", "setting"), [*(("oracle", name) for name in SETTINGS), ("ngram", "cramped")])
-def test_drafts_change_no_token(tiny_model, real_model, jobs, plain, method, setting):
-    """Greedy, sampled with seeds, penalties, min_tokens, logprobs, several lengths: in one batch, on lesson 11's
-    scheduler, under chunks, preemption and a shared prefix."""
-    config, oracle = page.configure("ngram", 3), Oracle(truth_of(jobs, plain))
-    make = (lambda config, model: oracle) if method == "oracle" else None
-    engine = engine_of(tiny_model, real_model[1], config, make, **SETTINGS[setting])
-    preempted = []
-    preempt = engine.core.scheduler._preempt_request
-    engine.core.scheduler._preempt_request = lambda *a: (preempted.append(a), preempt(*a))
+def test_drafts_change_no_token(tiny_model, real_model, jobs, plain):
+    """Greedy, sampled with seeds, penalties, min_tokens, logprobs, several lengths: in one batch. What else an engine
+    may have beside drafts is tried in `tests/engine/core/test_combinations.py`."""
+    oracle = Oracle(truth_of(jobs, plain))
+    engine = engine_of(tiny_model, real_model[1], page.configure("ngram", 3), lambda config, model: oracle)
     assert run(engine, jobs) == plain
     stats = engine.core.scheduler.spec_decoding_stats
-    assert stats.num_draft_tokens > 0
-    if method == "oracle":
-        assert 0.3 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
-        assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
-        assert {str(i) for i in range(len(jobs))} <= {*oracle.forgotten, *engine.core.scheduler.finished_req_ids}
-    assert bool(preempted) == (setting in ("cramped", "priority"))
+    assert 0.3 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
+    assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+    assert {str(i) for i in range(len(jobs))} <= {*oracle.forgotten, *engine.core.scheduler.finished_req_ids}
     # What the prefix cache kept is what would have been computed: everybody again, the answer as part of the prompt.
     longer = [
         ([*prompt, *plain[0][str(i)][:-1]], SamplingParams(temperature=0, max_tokens=3))
         for i, (prompt, _) in enumerate(jobs[:3])
     ]
     assert run(engine, longer) == run(engine_of(tiny_model, real_model[1]), longer)
-
-
-@pytest.mark.parametrize("method", ["suffix", "lookahead"])
-def test_other_drafters_change_no_token(tiny_model, real_model, jobs, plain, method):
-    schedule = "heuristic" if method == "lookahead" else "constant"
-    config = page.configure(method, 5, num_speculative_tokens_schedule=schedule)
-    assert run(engine_of(tiny_model, real_model[1], config, num_gpu_blocks_override=24), jobs) == plain
 
 
 def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, jobs, plain, monkeypatch):
@@ -905,35 +887,6 @@ def test_one_by_one_the_last_token_brings_the_end():
     assert parts == [([5], None, None), ([6], None, None), ([7], "stop", 7)]
 
 
-def test_stops_inside_a_draft(tiny_model, real_model, plain, jobs):
-    """A stop token, the end of the answer, and the limit on its length, each in front of drafts that are right."""
-    prompt, out = jobs[2][0], plain[0]["2"]
-    engine = engine_of(
-        tiny_model, real_model[1], page.configure("ngram", 4), lambda c, m: Oracle({tuple(prompt): out}, 1.0)
-    )
-    firsts = [at for at in range(1, len(out)) if out[at] not in out[:at]]
-    assert len(firsts) >= 4
-    for at in firsts[:4]:
-        params = SamplingParams(seed=3, max_tokens=18, stop_token_ids=[out[at]])
-        assert run(engine, [(prompt, params)])[0] == {"0": out[: at + 1]}
-    for n in range(1, 7):
-        assert run(engine, [(prompt, SamplingParams(seed=3, max_tokens=n))])[0] == {"0": out[:n]}
-
-
-def test_the_end_of_the_context(tiny_model, real_model):
-    jobs = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))]
-    want = run(engine_of(tiny_model, real_model[1], max_model_len=16), jobs)
-    assert len(want[0]["0"]) == 13
-    oracle = Oracle({(5, 6, 7): want[0]["0"] + [0] * 20}, right=1.0)
-    assert (
-        run(
-            engine_of(tiny_model, real_model[1], page.configure("ngram", 6), lambda c, m: oracle, max_model_len=16),
-            jobs,
-        )
-        == want
-    )
-
-
 def test_text_and_log_probabilities_of_the_front_end(tiny_model, real_model):
     """Several tokens a step: stop strings in the middle, log probabilities token by token, samples of one prompt."""
     answers = []
@@ -965,24 +918,6 @@ def test_text_and_log_probabilities_of_the_front_end(tiny_model, real_model):
     assert answers[1][1].outputs[0].finish_reason == "stop"
 
 
-def test_aborts_leave_nothing(tiny_model, real_model, jobs, plain):
-    oracle = Oracle(truth_of(jobs, plain))
-    engine = engine_of(tiny_model, real_model[1], page.configure("ngram", 3), lambda c, m: oracle, max_num_seqs=8)
-    core = engine.core
-    for i, (prompt, params) in enumerate(jobs):
-        core.add_request(Request(str(i), prompt, params, eos_token_id=17))
-    for step in range(4):
-        output = core.scheduler.schedule()
-        result = core.execute_model(output)
-        core.abort_requests([str(step)])  # a letter that came while the model ran
-        core.update_from_output(output, result)
-    core.abort_requests([str(i) for i in range(len(jobs))])
-    core.step()
-    pool = core.scheduler.kv_cache_manager.block_pool
-    assert pool.num_free_blocks == pool.num_blocks - 1 and not core.scheduler.requests
-    assert not core.runner.batch.rows and not core.runner.states and not core.runner.drafts.k
-
-
 # --- Drafts that were drawn -----------------------------------------------------------------------------------------
 
 
@@ -1003,19 +938,6 @@ class Dice(Drafter):
                 tokens.append(last)
             drafts.append(Draft(tokens, torch.stack(probs) if probs else None))
         return drafts
-
-
-def test_what_drafts_were_drawn_from_leaves_with_the_request(tiny_model, real_model):
-    engine = engine_of(tiny_model, real_model[1], page.configure("ngram", 2), lambda c, m: Dice(128), max_num_seqs=4)
-    core = engine.core
-    for name, n in (("ends", 6), ("leaves", 40), ("stays", 40)):
-        core.add_request(Request(name, [1, 2, 3], SamplingParams(seed=1, max_tokens=n, ignore_eos=True)))
-    while "ends" in core.scheduler.requests:
-        core.step()
-    assert core.runner.drafts.draft_probs.keys() >= {"leaves", "stays"}
-    core.abort_requests(["leaves"])
-    core.step()
-    assert core.runner.drafts.draft_probs.keys() <= {"stays"}
 
 
 def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
@@ -1112,7 +1034,7 @@ def test_trees_are_refused(tiny_model, real_model):
 # --- Hidden states for trained drafters -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["roomy", "chunks", "cramped"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_hidden_states_are_those_of_accepted_tokens(tiny_model, real_model, jobs, plain, setting):
     class Listening(Oracle):
         needs_hidden = True
@@ -1221,12 +1143,6 @@ def test_nothing_is_taken_back_from_who_will_begin_again(tiny_model):
 def test_a_cache_that_cannot_take_back_is_refused(tiny_model, real_model):
     with pytest.raises(common.InputError, match="kivi_2bit"):
         engine_of(tiny_model, real_model[1], page.configure("ngram", 3), kv_cache_dtype="kivi_2bit")
-
-
-def test_a_quantized_cache(tiny_model, real_model):
-    jobs = [([3, 4, 3, 4, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
-    plain = run(engine_of(tiny_model, real_model[1], kv_cache_dtype="fp8"), jobs)
-    assert run(engine_of(tiny_model, real_model[1], page.configure("suffix", 4), kv_cache_dtype="fp8"), jobs) == plain
 
 
 def test_kernels_in_the_engine(tiny_model, real_model):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
-from collections import deque
 
 import common
 from support import first_layers
@@ -14,7 +12,6 @@ import torch
 from engine import registry
 from lab import cli
 from lab.hardware import GPU, HARDWARE
-from engine.core.scheduler import make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,52 +97,6 @@ def test_outputs_do_not_depend_on_policy_or_pool(policy, caching, pool, tiny_mod
     core = lesson.ModelCore(scheduler, tiny_model, 20)
     assert lesson.run_to_end(core, some_requests(6, 128, 20)) == answers
     assert (core.preemptions > 0) == (pool < 100)
-    scheduler.kv_cache_manager.block_pool.check()
-    assert scheduler.kv_cache_manager.block_pool.num_free_blocks == pool
-
-
-class AheadCore(lesson.ModelCore):
-    """Every step runs as soon as it is planned, and is heard of one step later; two of the pool's owners overlap.
-
-    The model's side knows its tokens at once, so it has requests of its own, like lesson 05's worker.
-    """
-
-    def __init__(self, scheduler, model):
-        super().__init__(scheduler, model)
-        self.queue, self.known, self.late = deque(), {}, 0
-
-    def step(self):
-        output = self.scheduler.schedule()
-        self.late += sum(r.num_output_placeholders for r in output.preempted_reqs)
-        self.queue.append((output, self.execute_model(output)))
-        return self.update_from_output(*self.queue.popleft()) if len(self.queue) == 2 else []
-
-    def execute_model(self, output):
-        step = copy.copy(output)
-        for name in ("scheduled_running_reqs", "scheduled_new_reqs", "scheduled_resumed_reqs"):
-            setattr(step, name, [self.seen(request) for request in getattr(output, name)])
-        result = self.runner.execute_model(step)
-        for request_id, token_ids in result.sampled_token_ids.items():
-            self.known[request_id].append_output_token_id(*token_ids)
-        return result
-
-    def seen(self, request):
-        first = Request(request.request_id, request.prompt_token_ids, request.sampling_params)
-        known = self.known.setdefault(request.request_id, first)
-        known.num_computed_tokens = request.num_computed_tokens
-        return known
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("pool", [13, *SLOW_POOLS])
-def test_a_step_ahead_changes_no_token(pool, caching, policy, tiny_model, answers):
-    """Preempted while a token is on its way: it is kept, its keys and values are computed with all others."""
-    config = lesson.SchedulerConfig(max_model_len=56, max_num_seqs=8, max_num_batched_tokens=16, policy=policy)
-    scheduler = make_scheduler(config, pool + 1, 4, caching, async_scheduling=True)
-    core = AheadCore(scheduler, tiny_model)
-    assert lesson.run_to_end(core, some_requests(6, 128, 20)) == answers
-    assert core.late > 0
     scheduler.kv_cache_manager.block_pool.check()
     assert scheduler.kv_cache_manager.block_pool.num_free_blocks == pool
 

@@ -25,7 +25,6 @@ from lab import cli
 from support.close import assert_close
 from engine.core.queues import FairRequestQueue
 from engine import front_end
-from engine.llm import make_llm_engine
 from engine.engine_args import EngineArgs
 from support import scripts
 import torch
@@ -292,60 +291,6 @@ def test_adapters_that_leave_layers_and_slices_out(make, tiny, memory):
     truths = [alone(tiny, lora, prompt, 8) for lora in (*loras, None)]
     assert [output.outputs[0].token_ids for output in outputs] == truths
     assert len(set(map(tuple, truths))) == 5, "each adapter matters"
-
-
-@pytest.mark.parametrize("memory", ["slots", "unified"])
-@pytest.mark.parametrize("max_loras", [1, 2, 6])
-def test_batched_equals_merged(make, tiny, memory, max_loras):
-    """Six adapters and the base, prompts of many lengths: the tokens are always those of merged weights."""
-    loras = some(tiny, 6)
-    llm = make(LoRAConfig(max_loras, 8, 6, memory=memory))
-    for lora in loras:
-        llm.llm_engine.lora.add_adapter(lora.name, lora)
-    owners = [None, 0, 1, 2, 3, 4, 5, 0, None, 5]
-    prompts = [[(7 * i + j) % 128 for j in range(1 + 5 * i)] for i in range(len(owners))]
-    chosen = [None if o is None else LoRARequest(f"a{o}") for o in owners]
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=chosen)
-    answers = [output.outputs[0].token_ids for output in outputs]
-    assert answers == [alone(tiny, None if o is None else loras[o], p, 5) for o, p in zip(owners, prompts)]
-    manager, pool = llm.llm_engine.lora, llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
-    assert manager.meta is None, "whoever uses the model outside a step has no adapter"
-    manager.check()
-    pool.check()
-    assert pool.num_blocks - 1 - pool.num_free_blocks == sum(map(len, manager.blocks.values()))
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "early_exit"])
-def test_drafts_for_adapters(monkeypatch, tiny, method):
-    """What a drafter guesses for the base model or another adapter is a guess; the request's own adapter decides."""
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    config = {"method": method, "num_speculative_tokens": 3}
-    config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2} if method == "ngram" else {"prompt_lookup_min": 1}
-    engine = make_llm_engine(
-        tiny, Words(), speculative_config=config, enable_lora=True, max_loras=2, max_cpu_loras=3, max_model_len=96,
-        max_num_seqs=8, num_gpu_blocks_override=40,
-    )  # fmt: skip
-    loras, seen = some(tiny, 3), set()
-    for lora in loras:
-        engine.lora.add_adapter(lora.name, lora)
-    asked = [(loras[0], [5, 6, 7] * 3), (None, [9, 8] * 5), (loras[1], [1, 2, 3, 4] * 2), (loras[2], [7] * 6),
-             (loras[1], [5, 6, 7] * 3)]  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    for i, (lora, prompt) in enumerate(asked):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params, lora_name=lora and lora.name)
-    answers, scheduler, outputs = {}, engine.core.scheduler, []
-    schedule = scheduler.schedule
-    monkeypatch.setattr(scheduler, "schedule", lambda: outputs.append(schedule()) or outputs[-1])
-    while engine.has_unfinished_requests():
-        answers |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-        drafted = [scheduler.requests[i].lora_name for i in outputs[-1].scheduled_spec_decode_tokens
-                   if i in scheduler.requests]  # fmt: skip
-        seen.add(len(set(drafted)))
-        engine.lora.check()
-    assert answers == {str(i): alone(tiny, lora, prompt, 24) for i, (lora, prompt) in enumerate(asked)}
-    assert scheduler.spec_decoding_stats.num_accepted_tokens > 20 and max(seen) >= 2, "several in one step"
-    scheduler.kv_cache_manager.block_pool.check()
 
 
 def test_adapters_change_the_answer(tiny):
@@ -887,27 +832,6 @@ def test_an_adapter_takes_the_blocks_of_an_idle_one():
     pool.free(kv)
     manager.remove_adapter("a2")
     assert pool.num_free_blocks == pool.num_blocks - 1
-
-
-@pytest.mark.parametrize("blocks", [18, pytest.param(24, marks=pytest.mark.slow)])
-def test_adapters_and_contexts_in_a_small_pool(make, tiny, blocks):
-    """Contexts of up to five blocks, adapters of six to twelve, and room for a part of them at a time: the tokens of
-    merged weights, and nothing is lost."""
-    loras = some(tiny, 4, ranks=(2, 8, 4, 8))
-    llm = make(LoRAConfig(4, 8, 4, memory="unified"), num_gpu_blocks_override=blocks)
-    for lora in loras:
-        llm.llm_engine.lora.add_adapter(lora.name, lora)
-    owners = [i % 4 for i in range(10)]
-    prompts = [[(7 * i + j) % 128 for j in range(20 + 3 * i)] for i in range(10)]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    outputs = llm.generate(prompts, params, lora_request=[LoRARequest(f"a{i}") for i in owners])
-    truths = [alone(tiny, loras[i], prompt, 30) for i, prompt in zip(owners, prompts)]
-    assert [output.outputs[0].token_ids for output in outputs] == truths
-    manager, pool = llm.llm_engine.lora, llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
-    manager.check()
-    pool.check()
-    assert manager.counts["evict"] > 0
-    assert pool.num_free_blocks == pool.num_blocks - 1 - sum(map(len, manager.blocks.values()))
 
 
 class Slots(RuleBasedStateMachine):

@@ -16,5 +16,7 @@ def break_class(monkeypatch: pytest.MonkeyPatch, owner: type, old: str, new: str
     scope = dict(vars(module))
     exec(compile(source.replace(old, new), str(module.__file__), "exec"), scope)
     for name, value in vars(scope[owner.__name__]).items():
+        if inspect.isfunction(value) and "__class__" in value.__code__.co_freevars:  # for `super()`
+            value.__closure__[value.__code__.co_freevars.index("__class__")].cell_contents = owner
         if inspect.isroutine(value) or isinstance(value, property):
             monkeypatch.setattr(owner, name, value)

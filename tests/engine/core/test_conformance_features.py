@@ -407,7 +407,8 @@ BREAK = {  # the feature whose recordings notice, the text of a rule, and what s
             self._schedule_received(output)
 """),
     "no room for drafts": (
-        "together", "ahead = 1 + self.drafts.num_speculative_tokens if self.drafts else 0", "ahead = 0"),
+        "together", "self.tokens_with_drafts = 1 + drafts.num_speculative_tokens if drafts else 0",
+        "self.tokens_with_drafts = 0"),
     "prefills are over when they end": (
         "together", "self.prefilling = {r for r in running if r.num_computed_tokens < r.num_tokens}",
         "self.prefilling = set()"),

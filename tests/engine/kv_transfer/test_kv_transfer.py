@@ -46,8 +46,6 @@ from support.transfers import (
 from engine import registry
 from engine.model import llama
 from engine.model.config import LlamaConfig
-from engine import front_end
-from engine.engine_args import EngineArgs
 from engine.kv_transfer import connectors, links
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.consumer import Consumer
@@ -58,7 +56,6 @@ from engine.kv_transfer.p2p import TCPConnector
 from engine.kv_transfer.params import attach_params, check_kv_transfer_params
 from engine.kv_transfer.producer import Producer
 from engine.kv_transfer.store import KVStore, Tier
-from engine.llm_engine import LLMEngine
 from engine.lora import lora_model
 from engine.quantization import methods
 from engine.model.packed_linear import pack_weights
@@ -68,7 +65,6 @@ from engine.serving.core_proc import EngineCoreProc
 from engine.serving.mailbox import ClientGone
 from lab import naive
 from lab.transfers import Faults, MemoryLink, rehearse
-from support.tokenizing import NoBytes, Words
 
 lesson = registry.lesson("08_disagg")  # its reference for what is in a block
 
@@ -940,90 +936,6 @@ def test_a_layer_leaves_while_the_next_one_is_computed(tiny_model):
         assert left == [[0], [0, 1]] and counts(prefill, "producer")["early"] == 2
         connector.inbox.put((link, {"kind": "DONE", "transfer": "a"}, None))
         drain(prefill)
-
-
-def engines(model, configs, monkeypatch, speculative_config=None, loras=(), **about):
-    """What `serve` makes of its flags, for each of `configs`."""
-    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    for config in configs:
-        flags = EngineArgs(
-            speculative_config=speculative_config, kv_transfer_config=dataclasses.asdict(config),
-            enable_lora=bool(loras), max_loras=2, max_cpu_loras=4,
-        )  # fmt: skip
-        limits = {"max_model_len": 96, "max_num_seqs": 8} | about
-        engine = LLMEngine(model, Words(), config=flags.vllm_config(), **limits)
-        for lora in loras:
-            engine.lora.add_adapter(lora.name, lora)
-        yield engine
-
-
-SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-
-
-@pytest.mark.parametrize(("drafts", "adapted"), [(True, False), (False, True), (True, True)])
-def test_drafts_and_adapters_go_on_where_a_prefill_worker_ended(drafts, adapted, monkeypatch):
-    model = llama.random_model(seed=3)  # it does not repeat itself: some drafts fall
-    loras = [lora_model.random_adapter(model.config, 4, i, f"a{i}", size=1.0) for i in range(3 * adapted)]
-    configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]
-    config = SUFFIX if drafts else None
-    prefill, decode = (engine.core for engine in engines(
-        model, configs, monkeypatch, config, loras, block_size=4, num_gpu_blocks_override=90))  # fmt: skip
-    prompts = [[5, 6, 7] * 5, [9, 8] * 5, [1, 2, 3, 4] * 2, [7] * 6, [5, 6, 7] * 5, [3]]
-    owners = [loras[i % 3] if adapted and i % 4 else None for i in range(len(prompts))]
-    truths = []
-    for i, (owner, prompt) in enumerate(zip(owners, prompts)):
-        remote = {"do_remote_prefill": True, "transfer_id": f"r{i}", **prefill.scheduler.connector.address}
-        here = {"do_remote_decode": True, "transfer_id": f"r{i}"}
-        for core, n, params in ((prefill, 1, here), (decode, 20, remote)):
-            request = make_request(f"r{i}", prompt, n, **params)
-            request.lora_name = owner and owner.name
-            core.add_request(request)
-        merged = model if owner is None else lora_model.merged(model, owner)
-        truths.append(generated(merged, prompt, 20))
-    found = drain(prefill, decode)
-    assert [found[f"r{i}"][:2] for i in range(len(prompts))] == [(truth, "length") for truth in truths]
-    assert counts(decode)["bytes_in"] > 0 and not decode.scheduler.connector.consumer.failed
-    if drafts:
-        stats = decode.scheduler.spec_decoding_stats
-        assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens
-    for core in (prefill, decode):
-        core.scheduler.connector.close()
-        if not adapted:
-            assert_idle(core)
-
-
-def test_an_adapter_that_is_gone_when_its_prompt_arrives_ends_the_request(tiny_model, monkeypatch):
-    lora = lora_model.random_adapter(tiny_model.config, 4, 0, "a")
-    configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]
-    prefill, decode = engines(tiny_model, configs, monkeypatch, None, [lora], num_gpu_blocks_override=40)
-    remote = {"do_remote_prefill": True, "transfer_id": "r", **prefill.core.scheduler.connector.address}
-    for engine, n, params in ((prefill, 1, {"do_remote_decode": True, "transfer_id": "r"}), (decode, 9, remote)):
-        request = make_request("r", PROMPT, n, **params)
-        request.lora_name = "a"
-        engine.core.add_request(request)
-    scheduler = decode.core.scheduler
-    until(lambda: scheduler.received, prefill.core.step, decode.core.step)
-
-    def unreadable(name):
-        raise common.InputError("no such file")
-
-    monkeypatch.setattr(decode.lora, "is_loaded", unreadable)
-    assert drain(prefill.core, decode.core)["r"][1] == "error"
-    for engine in (prefill, decode):
-        engine.core.scheduler.connector.close()
-        assert_idle(engine.core)
-
-
-def test_a_prompt_that_fits_without_room_for_drafts_is_sent_for(tiny_model, monkeypatch):
-    """vLLM wants room for the drafts of the first step, too, and would wait for it for ever."""
-    configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]
-    small = {"block_size": 4, "num_gpu_blocks_override": 9, "max_model_len": 32}
-    prefill, decode = (engine.core for engine in engines(tiny_model, configs, monkeypatch, SUFFIX, **small))
-    submit(prefill, decode, "r", [5, 6] * 15, 2)
-    assert drain(prefill, decode, seconds=20)["r"][:2] == (generated(tiny_model, [5, 6] * 15, 2), "length")
-    for core in (prefill, decode):
-        core.scheduler.connector.close()
-        assert_idle(core)
 
 
 def test_a_prompt_whose_first_token_ends_it_is_handed_over(tiny_model, expected):
@@ -1920,20 +1832,6 @@ def test_what_the_store_had_was_not_found_here(folder, tiny_model):
         told(core, letters).step()
     found = [admission[1:] for letter in letters for admission in letter.admitted.values()]
     assert found == [(0, 0), (24, 16), (40, 0)], "8 of its 24 were here by then"
-
-
-def test_no_draft_is_stored(folder, monkeypatch):
-    """Blocks go to the store when their tokens are verified: what others find there is what the model wrote."""
-    config = KVTransferConfig("StoreConnector", "kv_both", kv_connector_extra_config={"folder": str(folder)})
-    model, prompt, drafts = llama.random_model(seed=3), [5, 6, 7] * 3, SUFFIX | {"method": "lookahead"}
-    first, second = (engine.core for engine in engines(
-        model, [config] * 2, monkeypatch, drafts, block_size=4, num_gpu_blocks_override=90))  # fmt: skip
-    answer = generated(model, prompt, 40)
-    assert ask(first, prompt, 40) == answer
-    stats = first.scheduler.spec_decoding_stats
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, "some fell"
-    assert ask(second, prompt + answer, 8) == generated(model, prompt + answer, 8)
-    assert counts(second)["bytes_in"] == 12 * 4 * 2 * 2 * 2 * 16 * 4, "48 of 49 tokens, in 12 blocks of 4"
 
 
 def test_a_store_needs_no_prefix_cache_and_is_asked_once_for_each_block(folder, tiny_model, expected, monkeypatch):

@@ -60,6 +60,9 @@ class Scheduler:
         self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, config.max_num_batched_tokens)
         self.max_num_running_reqs = config.max_num_active_seqs or config.max_num_seqs
         self.watermark_blocks = int(config.watermark * kv_cache_manager.block_pool.num_blocks)
+        # Of one request's step with drafts: who is sent for must find room for its first one. Without drafts, nothing.
+        self.tokens_with_drafts = 1 + drafts.num_speculative_tokens if drafts else 0
+        self.blocks_for_drafts = -(-self.tokens_with_drafts // kv_cache_manager.block_size)
 
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.running: list[Request] = []  # in order of admission
@@ -77,6 +80,7 @@ class Scheduler:
         self.received: set[str] = set()  # of them: their keys and values have arrived
         self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
         self.void: list[Request] = []  # to be preempted: they read blocks that others must compute again
+        self.loading: dict[str, int] = {}  # request id: tokens that were here already, of those that load in this step
         self.prefilling: set[Request] = set()  # when this step began
         self.waiting_for_adapter: list[str] = []  # passed over in the last step
         self.broken: dict[str, str] = {}  # request id: why its adapter can never be used
@@ -156,6 +160,8 @@ class Scheduler:
                 if self.adapters and self.adapters.give_blocks({r.lora_name for r in self.running}):
                     continue  # before anybody is preempted, adapters that nobody uses go
                 victim = self._choose_victim()
+                if self.adapters and victim is request:
+                    self._end_if_it_never_fits(request, self.adapters)
                 self._preempt_request(victim, output)
                 if victim is request:  # the walk ends here, even if others behind it could go on (in 0.33 they do)
                     return
@@ -275,14 +281,24 @@ class Scheduler:
         num_new_tokens: int | None = 0
         if name is None or self.adapters.make_resident(name, in_use):
             num_new_tokens = self._admit(request)
-            while num_new_tokens == 0 and pool.num_free_blocks * size < request.num_tokens:
+            wanted = -(-request.num_tokens // size) + (self.blocks_for_drafts if self.connector else 0)
+            while num_new_tokens == 0 and pool.num_free_blocks < wanted:
                 if not self.adapters.give_blocks(in_use | {name}):
                     break
                 num_new_tokens = self._admit(request)
-        held = pool.num_blocks - 1 - pool.num_free_blocks
-        if num_new_tokens == 0 and name is not None and held == self.adapters.num_blocks:
-            self.broken[request.request_id] = f"lora_name {name!r}: no room for it beside this prompt, ever"
+        if num_new_tokens == 0:
+            self._end_if_it_never_fits(request, self.adapters)
         return num_new_tokens
+
+    def _end_if_it_never_fits(self, request: Request, adapters: Adapters) -> None:
+        """A request with an adapter that lacks blocks although nobody else has any, but for adapters in use."""
+        manager, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
+        own = len(manager.req_to_blocks.get(request.request_id, ()))
+        alone = pool.num_blocks - 1 - pool.num_free_blocks == own + adapters.num_blocks
+        fits = own and manager.get_num_blocks_to_allocate(request, request.num_tokens) <= pool.num_free_blocks
+        if request.lora_name is not None and alone and not fits:  # if it fits, it lacks them for its drafts alone
+            why = f"lora_name {request.lora_name!r}: no room for it beside this prompt, ever"
+            self.broken[request.request_id] = why
 
     def _admit(self, request: Request) -> int | None:
         """Take what this step needs, no more: the cached prefix, and blocks for the tokens behind it.
@@ -314,6 +330,7 @@ class Scheduler:
                 if self.connector and num_external:
                     blocks = manager.get_block_ids(request.request_id)
                     self.connector.update_state_after_alloc(request, blocks, num_external)
+                    self.loading[request.request_id] = num_local
                 return num_new_tokens
         request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
         return 0
@@ -332,6 +349,7 @@ class Scheduler:
         if self.connector:
             news = self.connector.get_finished()
             lost = self._lost(news)
+            self.loading.clear()
             for request in lost:
                 sampled_token_ids.pop(request.request_id, None)  # computed on nothing
         if self.drafts:
@@ -397,6 +415,8 @@ class Scheduler:
                 self.received.discard(request.request_id)
             elif request.status is RequestStatus.RUNNING:
                 self.running.remove(request)
+                if request.request_id in self.loading:  # nobody will hear whether it comes, so nobody shall hit it
+                    self.kv_cache_manager.evict_uncomputed(request, self.loading[request.request_id])
             else:
                 self.waiting.remove_request(request)
             request.status = status
@@ -510,16 +530,15 @@ class Scheduler:
         with blocks could wait for each other). vLLM calls this state WAITING_FOR_REMOTE_KVS.
         """
         manager = self.kv_cache_manager
-        size, tables = manager.block_size, manager.req_to_blocks
-        ahead = 1 + self.drafts.num_speculative_tokens if self.drafts else 0  # a step's tokens with drafts
+        size, tables, ahead = manager.block_size, manager.req_to_blocks, self.tokens_with_drafts
         missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
         # vLLM wants room for such a step even where prompt and step will never fit together, and waits for ever.
-        fit = -(-request.num_tokens // size) + -(-ahead // size) < manager.block_pool.num_blocks
+        fit = -(-request.num_tokens // size) + self.blocks_for_drafts < manager.block_pool.num_blocks
         if fit or self.running or self.waiting_for_remote_kvs:
-            missing += -(-ahead // size)
+            missing += self.blocks_for_drafts
         prefills = [r for r in self.running if r.num_computed_tokens < r.num_tokens or r in self.prefilling]
         promised = sum(
-            max(0, -(-(r.num_tokens + ahead) // size) - len(tables[r.request_id]))
+            max(0, -(-(r.num_tokens + ahead) // size) - len(tables.get(r.request_id, ())))  # none, if nothing came
             for r in (*prefills, *self.waiting_for_remote_kvs.values())
         )
         watermark = self.watermark_blocks if self.running else 0
@@ -538,7 +557,7 @@ class Scheduler:
 
         They hold blocks already. If others came first, both could wait for ever, for a seat and for blocks.
         """
-        arrived = [r for r in self.waiting_for_remote_kvs.values() if r.request_id in self.received]
+        arrived, waits = [r for r in self.waiting_for_remote_kvs.values() if r.request_id in self.received], False
         if self.config.policy == "priority":
             arrived.sort(key=lambda request: (request.priority, request.arrival_time))
         for request in arrived:
@@ -551,12 +570,15 @@ class Scheduler:
             if self.adapters and not self._adapter_may_run(request, output, self.adapters):
                 continue
             num_new_tokens = self._admit_received(request)
-            if not num_new_tokens:
+            if not num_new_tokens and (self.running or request.num_computed_tokens):
                 return False
+            if not num_new_tokens:  # nobody runs: it waits for blocks of those who have arrived behind it
+                waits = True
+                continue
             self.received.remove(request.request_id)
             del self.waiting_for_remote_kvs[request.request_id]
             self._seat(request, num_new_tokens, output)
-        return True
+        return not waits
 
     def _adapter_may_run(self, request: Request, output: SchedulerOutput, adapters: Adapters) -> bool:
         name, in_use = request.lora_name, {r.lora_name for r in self.running if r.lora_name}

@@ -26,7 +26,8 @@ def weights_digest(model: Any) -> str:
     rank, ranks = (group.rank_in_group, group.world_size) if group else (0, 1)
 
     def total(x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]).sum()
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        return x.contiguous().view(whole[x.element_size()]).sum()
 
     sums, grids = [total(model.embed_tokens[:, ::SAMPLE])], set()  # a grid is what a layer rounds its inputs to
     sums += [total(norm) * (rank == 0) for norm in model.norms]  # whole on every rank: one of them counts

@@ -95,6 +95,7 @@ class DraftVerifier:
         self.leftover: dict[str, list[int]] = {}
         self.hidden: dict[str, list[torch.Tensor]] = {}  # computed, accepted and not yet handed to the drafter
         self.k: dict[str, int] = {}  # of each request, with the heuristic schedule
+        self.computed: dict[str, int] = {}  # positions of each request, fallen drafts taken back
         self.num_places = self.num_drafts = 0  # one step ahead: planned, and filled
         self.ran: tuple[Sequence[Request], list[int], torch.Tensor] | None = None  # who was in the pass, and its rows
 
@@ -102,11 +103,13 @@ class DraftVerifier:
     def joined(self, output: SchedulerOutput, batch: InputBatch) -> Iterator[SchedulerOutput]:
         """For one pass, whatever happens in it, drafts are tokens of their requests. Yields the step as it is run."""
         for request_id in (*output.finished_req_ids, *(request.request_id for request in output.preempted_reqs)):
-            for kept in (self.draft_probs, self.hidden, self.k):
-                kept.pop(request_id, None)
-            self.drafter.forget(request_id)
+            self._forget(request_id)
         if self.async_scheduling:
             output = self._fill_places(output)
+        for request in output.scheduled_running_reqs:
+            first = request.num_computed_tokens - output.num_scheduled_tokens[request.request_id]
+            if first < self.computed.get(request.request_id, 0):  # a load failed, so that it goes on from there again
+                self._forget(request.request_id)
         self.drafts, self.leftover, self.ran = output.scheduled_spec_decode_tokens, {}, None
         drafted = [request for request in output.scheduled_running_reqs if request.request_id in self.drafts]
         for request in drafted:
@@ -117,6 +120,12 @@ class DraftVerifier:
             for request in drafted:
                 del request.all_token_ids[-len(self.drafts[request.request_id]) :]
                 self._roll_back(request, batch)
+
+    def _forget(self, request_id: str) -> None:
+        """It has ended, or is computed again."""
+        for kept in (self.draft_probs, self.hidden, self.k, self.computed):
+            kept.pop(request_id, None)
+        self.drafter.forget(request_id)
 
     def _roll_back(self, request: Request, batch: InputBatch) -> None:
         """The input batch must not go on with rejected tokens; accepted ones come back as tokens of the request."""
@@ -242,10 +251,12 @@ class DraftVerifier:
         contexts, begin = [], 0
         requests, ends, hidden = self.ran or ((), (), None)
         for request, end in zip(requests, ends):
-            new = sampled.get(request.request_id, [])
+            new, drafts = sampled.get(request.request_id, []), self.drafts.get(request.request_id, ())
+            fallen = max(0, len(drafts) + 1 - len(new)) if drafts else 0
+            self.computed[request.request_id] = request.num_computed_tokens - fallen
             self.draft_probs.pop(request.request_id, None)
             if hidden is not None and self.drafter.needs_hidden:
-                self._keep_hidden(request, hidden[begin:end], len(new))
+                self._keep_hidden(request, hidden[begin : end - fallen])
             begin = end
             stops = {request.eos_token_id, *request.stop_token_ids, NO_TOKEN_ID}
             if not new or not stops.isdisjoint(new):
@@ -266,10 +277,8 @@ class DraftVerifier:
         self.proposed = proposed
         return {}
 
-    def _keep_hidden(self, request: Request, hidden: torch.Tensor, num_new: int) -> None:
+    def _keep_hidden(self, request: Request, hidden: torch.Tensor) -> None:
         """Of the rows of accepted tokens, what the last norm makes of them. [n, hidden]"""
-        if drafts := self.drafts.get(request.request_id, ()):
-            hidden = hidden[: len(hidden) - max(0, len(drafts) + 1 - num_new)]
         norm = F.rms_norm(hidden, hidden.shape[-1:], self.model.norm, self.model.config.rms_norm_eps)
         self.hidden.setdefault(request.request_id, []).append(norm)
 
