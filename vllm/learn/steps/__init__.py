@@ -13,6 +13,7 @@ from learn.step import Step
 FILES = {
     "01": "kv_cache",
     "02": "paged_attention",
+    "03": "flash_attention",
 }
 
 
