@@ -1,4 +1,4 @@
-"""`python -m vllm serve | proxy | bench | tune | replay …`, from the repository root."""
+"""`python -m vllm serve | proxy | bench | tune | replay | learn …`, from the repository root."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import common
 from engine import arguments
 from lab import cli
 
-COMMANDS = ("serve", "proxy", "bench", "tune", "replay")
+COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn")
 
 
 def main() -> None:
@@ -35,6 +35,10 @@ def main() -> None:
         from lab import replay
 
         replay.main(sys.argv[2:])
+    elif command == "learn":
+        from learn import cli as learning
+
+        learning.main(sys.argv[2:])
     else:
         raise common.InputError(
             f"python -m vllm: command {command!r}: must be one of {', '.join(COMMANDS)}; each has --help"

@@ -11,7 +11,7 @@ import common  # it settles the device before torch is used
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ from engine import arguments
 from lab import cli
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
-from engine.core.block_pool import BlockPool
-from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import make_scheduler
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request, prompt_length_error
 from lab.workload_files import (
@@ -45,12 +43,10 @@ class ReplayCore(EngineCore):
     The one difference to serving is `evict_uncomputed_blocks=False`, without which it would not decide as vLLM does.
     """
 
-    def __init__(self, config: dict) -> None:
+    def __init__(self, config: dict, plug: Mapping[str, Any] | None = None) -> None:
         limits = SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}, evict_uncomputed_blocks=False)
-        manager = KVCacheManager(
-            config["num_blocks"], config["block_size"], config["max_model_len"], config["enable_prefix_caching"]
-        )
-        super().__init__(Scheduler(limits, manager, async_scheduling=config["async_scheduling"]))
+        sizes = config["num_blocks"], config["block_size"], config["enable_prefix_caching"]
+        super().__init__(make_scheduler(limits, *sizes, plug, async_scheduling=config["async_scheduling"]))
         self.config, self.depth = config, 1 + config["async_scheduling"]
         self.queue: deque[tuple[SchedulerOutput, dict[str, list[int]]]] = deque()  # steps not heard of
         self.forced: dict[str, list[int]] = {}
@@ -113,7 +109,6 @@ class ReplayCore(EngineCore):
         heard = self.step()
         self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard if o.new_token_ids}
         entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
-        assert isinstance(pool, BlockPool)  # the engine's own
         entry["free_blocks"].append(pool.num_free_blocks)
         entry["finished"] = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
         entry["running_queue"] = _ids(self.scheduler.running)
@@ -129,8 +124,9 @@ def _ids(requests: Iterable[Request]) -> list[str]:
     return [request.request_id for request in requests]
 
 
-def replay(workload: dict) -> dict:
-    """What the scheduler decides on `workload`, step by step: the same JSON as recorded from vLLM.
+def replay(workload: dict, plug: Mapping[str, Any] | None = None) -> dict:
+    """What the scheduler decides on `workload`, step by step: the same JSON as recorded from vLLM. `plug` may name
+    somebody else's scheduler or block pool.
 
     The trace ends "finished", or "stalled" when nothing was scheduled, nothing can arrive and somebody still waits
     (the state will never change), or after `max_steps` steps.
@@ -140,7 +136,7 @@ def replay(workload: dict) -> dict:
     """
     workload = check_workload(workload)
     config = workload["config"]
-    core = ReplayCore(config)
+    core = ReplayCore(config, plug)
     scheduler = core.scheduler
     trace = {
         "vllm": REFERENCE,

@@ -1,0 +1,7 @@
+"""The incidents, by the part of the engine that they are about: what was reported, and the one change behind it."""
+
+from __future__ import annotations
+
+from learn.incident import Incident
+
+ALL: tuple[Incident, ...] = ()
