@@ -215,7 +215,7 @@ STEPS = (
         "What tiles load",
         "hbm_floats",
         "`keys`: how many keys all tiles of block_m queries load together; a causal tile none behind its last query.",
-        "One sum over the tiles' first queries, range(0, T, block_m). The last tile may reach beyond T, and keys do not.",
+        "One sum over the tiles' first queries, range(0, T, block_m). The last tile may reach beyond the last key.",
         traffic,
         first="keys = sum(",
     ),
