@@ -14,6 +14,7 @@ FILES = {
     "01": "kv_cache",
     "02": "paged_attention",
     "03": "flash_attention",
+    "07": "spec_decode",
     "09": "gqa",
 }
 
