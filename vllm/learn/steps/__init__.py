@@ -16,6 +16,8 @@ FILES = {
     "03": "flash_attention",
     "07": "spec_decode",
     "09": "gqa",
+    "10": "chunked_prefill",
+    "12": "multi_lora",
 }
 
 
