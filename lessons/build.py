@@ -624,6 +624,28 @@ def build(out: Path) -> Site:
     return site
 
 
+PROGRESS = HERE.parent / "my" / "progress.json"
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """The site's files; its script also hears which steps and incidents have passed, as `learn` keeps them in `my/`."""
+
+    def do_GET(self) -> None:
+        if self.path != "/assets/site.js":
+            super().do_GET()
+            return
+        known = json.loads(PROGRESS.read_text(encoding="utf-8")) if PROGRESS.is_file() else {}
+        passed = [name for name, entry in known.get("steps", {}).items() if entry.get("passed")]
+        passed += [f"incident {number}" for number, entry in known.get("incidents", {}).items() if entry.get("solved")]
+        script = (Path(self.directory) / "assets" / "site.js").read_text(encoding="utf-8")
+        body = f"window.passed = {json.dumps(passed)};\n{script}".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/javascript; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "site", help="folder to build in (default lessons/site)")
@@ -638,7 +660,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(site.pages)} pages and {len(site.sources)} scripts in {args.out}/index.html")
     url = (args.out.resolve() / "index.html").as_uri()
     if args.serve:
-        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=args.out)
+        handler = functools.partial(Handler, directory=args.out)
         server = http.server.ThreadingHTTPServer(("127.0.0.1", args.port), handler)
         url = f"http://127.0.0.1:{args.port}/"
         print(f"serving {url} (Ctrl-C ends it)", flush=True)

@@ -1,8 +1,9 @@
 """Break every kernel on purpose, one small change at a time, and see whether its lesson's own tests notice.
 
-    python tests/kernel_mutants.py                       # every change of every kernel: about an hour
-    python tests/kernel_mutants.py 02 09_gqa:mla         # of some lessons, or of one kernel
-    python tests/kernel_mutants.py --sample 3 --seed 1   # so many changes of each kernel, drawn at random
+    python tests/kernel_mutants.py                       # of each kernel one change of each class of faults
+    python tests/kernel_mutants.py --all                 # every change of every kernel: about an hour
+    python tests/kernel_mutants.py --all 02 09_gqa:mla   # of some lessons, or of one kernel
+    python tests/kernel_mutants.py --seed 1              # others of each class
 
 A mutant is one change to the text of a `@common.kernel` or `@triton.jit` function: a mask or half of one dropped, a
 comparison off by one, a rescale forgotten, an indirection skipped, a loop one tile short, a cast, an update or a store
@@ -64,6 +65,7 @@ class Mutant(NamedTuple):
     before: str  # the first line that differs, without indentation
     after: str
     source: str  # all of the function
+    kind: str  # the class of the fault
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -119,68 +121,73 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
             yield from parts(child)
 
 
-def changes(node: ast.AST, strides: list[str], assigned: Counter) -> Iterator[ast.AST]:
-    """What may stand in the place of a node."""
+def changes(node: ast.AST, strides: list[str], assigned: Counter) -> Iterator[tuple[str, ast.AST]]:
+    """What may stand in the place of a node, each with the class of the fault."""
     match node:
         case ast.Call(func=ast.Attribute(value=value, attr="to"), args=[kind, *_]) if "dtype" not in ast.unparse(kind):
-            yield value
+            yield "cast", value
         case ast.Call(func=func, args=args):
             name, keywords = ast.unparse(func), {k.arg: k for k in node.keywords}
             if "mask" in keywords:
-                yield ast.Call(func, args, [k for k in node.keywords if k.arg not in ("mask", "other")])
+                unmasked = [k for k in node.keywords if k.arg not in ("mask", "other")]
+                yield "mask", ast.Call(func, args, unmasked)
             if "other" in keywords:
                 poison = {"0": "1", "-1": "0"}.get(ast.unparse(keywords["other"].value), 'float("inf")')
                 other = ast.keyword("other", ast.parse(poison, mode="eval").body)
-                yield ast.Call(func, args, [k if k.arg != "other" else other for k in node.keywords])
+                yield "other", ast.Call(func, args, [k if k.arg != "other" else other for k in node.keywords])
             if name == "tl.load" and isinstance(args[0], ast.BinOp) and TABLE.match(ast.unparse(args[0])):
-                yield args[0].right  # the index in the place of what the table has there
+                yield "indirection", args[0].right  # the index in the place of what the table has there
             if name in SWAP:
-                yield ast.Call(ast.Name(SWAP[name]), args, node.keywords)
+                yield "extreme", ast.Call(ast.Name(SWAP[name]), args, node.keywords)
             if name in ("tl.maximum", "tl.minimum"):
-                yield from args
+                yield from (("extreme", arg) for arg in args)
             if name == "tl.where":
-                yield from args[1:]
+                yield from (("choice", arg) for arg in args[1:])
             if name in ("tl.abs", "tl.clamp"):
-                yield args[0]
+                yield "choice", args[0]
             if name == "tl.cdiv":
-                yield ast.BinOp(args[0], ast.FloorDiv(), args[1])
+                yield "tail", ast.BinOp(args[0], ast.FloorDiv(), args[1])
             if name in ("range", "tl.static_range"):
                 start = args[0] if len(args) > 1 else ast.Constant(0)
                 stop, step = args[min(1, len(args) - 1)], args[2] if len(args) == 3 else ast.Constant(1)
-                yield ast.Call(func, [ast.BinOp(start, ast.Add(), step), stop, *args[2:]], [])
-                yield ast.Call(func, [start, ast.BinOp(stop, ast.Sub(), step), *args[2:]], [])
-                yield ast.Call(func, [start, ast.BinOp(stop, ast.Add(), step), *args[2:]], [])
+                for first, end in (
+                    (ast.BinOp(start, ast.Add(), step), stop),
+                    (start, ast.BinOp(stop, ast.Sub(), step)),
+                    (start, ast.BinOp(stop, ast.Add(), step)),
+                ):
+                    yield "tail", ast.Call(func, [first, end, *args[2:]], [])
             if name == "float":
-                yield ast.Constant(0.0)
+                yield "constant", ast.Constant(0.0)
         case ast.BinOp(left, op, right):
+            kind = {ast.BitAnd: "condition", ast.BitOr: "condition", ast.Mult: "rescale"}.get(type(op), "address")
             if isinstance(op, ast.Add | ast.Sub):
-                yield ast.BinOp(left, ast.Sub() if isinstance(op, ast.Add) else ast.Add(), right)
+                yield "sign", ast.BinOp(left, ast.Sub() if isinstance(op, ast.Add) else ast.Add(), right)
             if isinstance(op, ast.BitAnd | ast.BitOr) or isinstance(left, ast.Constant):
-                yield right
+                yield kind, right
             if not isinstance(left, ast.Constant):
-                yield left
+                yield kind, left
         case ast.BoolOp(op, values):
             for dropped in values:
-                yield ast.BoolOp(op, [v for v in values if v is not dropped])
+                yield "condition", ast.BoolOp(op, [v for v in values if v is not dropped])
         case ast.Compare(left, [op], right):
-            yield ast.Compare(left, [FLIP[type(op)]()], right)
+            yield "comparison", ast.Compare(left, [FLIP[type(op)]()], right)
         case ast.IfExp():
-            yield node.body
-            yield node.orelse
+            yield "choice", node.body
+            yield "choice", node.orelse
         case ast.If(test=test, body=body, orelse=orelse):
             if ast.unparse(test) != "UPCAST":  # which is true in the interpreter, always
-                yield ast.If(ast.Constant(True), body, orelse)
-            yield ast.If(ast.Constant(False), body, orelse)
+                yield "branch", ast.If(ast.Constant(True), body, orelse)
+            yield "branch", ast.If(ast.Constant(False), body, orelse)
         case ast.UnaryOp(operand=operand) if not isinstance(operand, ast.Constant):
-            yield operand
+            yield "sign", operand
         case ast.Constant(value) if type(value) in (int, float):
-            yield ast.Constant(value - 1 if value else type(value)(1))
+            yield "constant", ast.Constant(value - 1 if value else type(value)(1))
         case ast.AugAssign() | ast.Expr():
-            yield ast.Pass()
+            yield "statement", ast.Pass()
         case ast.Assign(targets=[ast.Name(name)]) if assigned[name] > 1:
-            yield ast.Pass()
+            yield "statement", ast.Pass()
         case ast.Name(name, ast.Load()) if name in strides and len(strides) > 1:
-            yield ast.Name(strides[(strides.index(name) + 1) % len(strides)])
+            yield "stride", ast.Name(strides[(strides.index(name) + 1) % len(strides)])
 
 
 def replaced(source: str, node: ast.AST, new: ast.AST) -> str:
@@ -211,11 +218,11 @@ def mutants(lesson: str, kernel: str) -> list[Mutant]:
     stored = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     found: dict[str, tuple[int, Mutant]] = {}
     for node in parts(function):
-        for new in changes(node, strides, Counter(stored + names)):
+        for kind, new in changes(node, strides, Counter(stored + names)):
             text = replaced(source, node, new)
             pairs = zip(source.splitlines(), text.splitlines())
             before, after = next((a.strip(), b.strip()) for a, b in pairs if a != b)
-            found.setdefault(text, (node.lineno, Mutant(lesson, kernel, before, after, text)))
+            found.setdefault(text, (node.lineno, Mutant(lesson, kernel, before, after, text, kind)))
     return [mutant for _, mutant in sorted(found.values(), key=lambda pair: pair[0])]
 
 
@@ -297,9 +304,16 @@ def may_launch(item: pytest.Item) -> bool:
 class Campaign:
     """A pytest plugin that runs the tests against mutants, not once as they are."""
 
-    def __init__(self, chosen: list[tuple[str, str]], sample: int | None, seed: int) -> None:
-        self.chosen, self.sample, self.seed = chosen, sample, seed
+    def __init__(self, chosen: list[tuple[str, str]], every: bool, seed: int) -> None:
+        self.chosen, self.every, self.seed = chosen, every, seed
         self.wrong: list[str] = []
+
+    def some_of(self, found: list[Mutant], kernel: str) -> list[Mutant]:
+        """All changes of a kernel, or one of each class of faults, drawn by the seed."""
+        if self.every:
+            return found
+        drawn = random.Random(f"{self.seed}{kernel}").sample(found, len(found))
+        return list({mutant.kind: mutant for mutant in drawn}.values())
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """For each kernel: which tests launch it, do they pass without a change, and what do they let live?"""
@@ -311,11 +325,10 @@ class Campaign:
             wanted = launched_for(lesson, kernel)
             costs = {i: seconds for i, (seconds, launched) in zip(items, told) if wanted & set(map(tuple, launched))}
             found, kills = mutants(lesson, kernel), Counter()
-            unchanged = Mutant(lesson, kernel, "", "", text_of(lesson, kernel))
+            unchanged = Mutant(lesson, kernel, "", "", text_of(lesson, kernel), "")
             quick = {item: costs[item] for item in sorted(costs, key=costs.get)[:3]}
             assert (fate := run(unchanged, quick, kills)) == "lives", f"{kernel} {fate} without a change"
-            if self.sample is not None:
-                found = random.Random(f"{self.seed}{kernel}").sample(found, min(self.sample, len(found)))
+            found = self.some_of(found, kernel)
             start = time.perf_counter()
             fates = {mutant: run(mutant, costs, kills) for mutant in found}
             listed = sum(mutant.key in known for mutant in found)
@@ -387,7 +400,7 @@ TESTED_IN = {"engine.kv_transfer.kernels": HERE / "lessons" / "test_08_disagg.py
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help="beginnings of LESSON:KERNEL (default: every kernel)")
-    parser.add_argument("--sample", type=int, help="so many mutants of each kernel (default: all)")
+    parser.add_argument("--all", action="store_true", help="every mutant, not one of each class of faults")
     parser.add_argument("--seed", type=int, default=0, help="of that choice")
     parser.add_argument("-k", default="", help="only these tests, as pytest's -k")
     args = parser.parse_args()
@@ -397,7 +410,7 @@ def main() -> int:
     chosen = [key for key in kernels() if ":".join(key).startswith(wanted) and key not in NATIVE]
     if not chosen:
         parser.error(f"no kernel begins with {args.which}; there are {', '.join(map(':'.join, kernels()))}")
-    campaign = Campaign(chosen, args.sample, args.seed)
+    campaign = Campaign(chosen, args.all, args.seed)
     files = sorted(set().union(*(tests_of(*key) for key in chosen)))
     options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-k", args.k]
     code = pytest.main([*options, *files], plugins=[campaign])

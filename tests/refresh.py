@@ -3,7 +3,8 @@
     uv run python -m vllm.tours.04c_speed --bench --json lessons/results/cpu.json
     uv run python tests/refresh.py
 
-Prints the lines that changed, to be read again: a sentence may say "twice" where the number now says otherwise.
+It writes each page's list of steps as well, as `learn` has them. Prints the lines that changed, to be read again: a
+sentence may say "twice" where the number now says otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from lab import recorded
 def main() -> None:
     for page in documents.PAGES:
         before, after = page.read_text(), documents.measured_again(page, recorded.results)
+        listed = f"<!-- steps -->\n{documents.steps_of(page)}<!-- /steps -->\n"
+        after = documents.STEPS.sub(lambda _, listed=listed: listed, after)
         page.write_text(after)
         lines = before.splitlines(), after.splitlines()
         for line in difflib.unified_diff(*lines, page.name, page.name, n=0, lineterm=""):

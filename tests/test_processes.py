@@ -63,6 +63,13 @@ def test_a_test_that_never_ends_is_ended(tmp_path):
     assert re.search(r'File ".*test_5.py", line \d+ in test_ends', output)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_fails_its_test_and_no_other(tmp_path):
+    status, output = run(tmp_path, "os.write(os.open('/dev/full', os.O_WRONLY), b'x')")
+    assert status == 1 and "1 failed, 19 passed" in output
+    assert re.search(r"FAILED test_5.py::test_ends - OSError: \[Errno 28\] No space left", output)
+
+
 @pytest.mark.slow  # the fast ones die in a test
 def test_a_process_that_dies_after_its_tests_fails_the_run_too(tmp_path):
     plugin = 'def pytest_sessionfinish(session):\n    if hasattr(session.config, "workerinput"): os._exit(3)'

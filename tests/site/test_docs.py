@@ -43,7 +43,7 @@ def test_every_marker_is_understood(page):
     """A marker with a typo would check nothing."""
     text = page.read_text()
     understood = len(documents.quotes(page)) + sum(block.kind is not None for block in documents.blocks(page))
-    understood += len(re.findall(r"<!-- fmt: ", text))
+    understood += len(re.findall(r"<!-- fmt: ", text)) + 2 * len(documents.STEPS.findall(text))
     assert len(re.findall(r"<!--", text)) == understood
 
 
@@ -211,6 +211,13 @@ def test_checks_of_the_exercises(page):
     for check in checks:
         found = eval(check["call"], python_shell(page))
         assert agrees(found, check), f"{page.name}: {check['call']} is {found!r}"
+
+
+@by_lesson
+def test_a_page_lists_its_steps(page):
+    """`python tests/refresh.py` writes the list."""
+    found = documents.STEPS.findall(page.read_text())
+    assert found == ([documents.steps_of(page)] if documents.steps_of(page) else [])
 
 
 def test_figures_belong_to_a_lesson():

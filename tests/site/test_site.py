@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import html
+import http.server
 import importlib.util
 import json
 import os
@@ -13,7 +14,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import common
@@ -576,3 +579,15 @@ def test_axe_finds_nothing(open_page, site):
                 found.append(f"{name} ({scheme}): {violation['id']} {nodes}")
         page.close()
     assert not found, "\n".join(found)
+
+
+def test_a_site_that_is_served_knows_what_has_passed(site, tmp_path, monkeypatch):
+    """And one that is opened from disk asks nobody: `window.passed` is not there."""
+    monkeypatch.setattr(build, "PROGRESS", tmp_path / "progress.json")
+    (tmp_path / "progress.json").write_text('{"steps": {"01.1": {"passed": true}, "01.2": {"failures": 3}}}')
+    handler = functools.partial(build.Handler, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer = urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/assets/site.js").read().decode()
+        server.shutdown()
+    assert answer == 'window.passed = ["01.1"];\n' + read(site / "assets" / "site.js")

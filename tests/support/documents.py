@@ -10,6 +10,7 @@ Markers are HTML comments, invisible to readers:
     <!-- output: --flag 3 -->                             the next block's lines appear in the script's output, in order
     <!-- widget -->                                       the next block is the widget's default state as text
     <!-- sketch -->                                       the next block is not our code
+    <!-- steps --> … <!-- /steps -->                      what `learn` has for the lesson: its steps and incidents
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common
+from learn import steps, tickets
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
 SCRIPTS = sorted([*common.HERE.glob("[01]*.py"), *common.HERE.glob("tours/[01]*.py")], key=lambda path: path.stem)
@@ -118,6 +120,30 @@ def measured_again(page: Path, results: Callable[[str, str], object]) -> str:
 
     found = (quote for quote in quotes(page) if quote.source != "fact")
     return NUMBER.sub(rewrite, page.read_text())
+
+
+STEPS = re.compile(r"<!-- steps -->\n(.*?)<!-- /steps -->\n", re.S)
+
+
+def steps_of(page: Path) -> str:
+    """What `learn` has for a lesson, as its page lists it. Empty for a page without steps."""
+    number = page.stem[:2]
+    if number not in steps.FILES or not page.stem[2:].startswith("_"):
+        return ""
+    lines = [
+        f"Write it yourself: `uv run python -m vllm learn {number}` puts the script into `my/` with these parts left",
+        "out, and `uv run python -m vllm learn check` grades them.\n",
+        "| step | what it is about | part |\n|---|---|---|",
+        *(f"| {step.id} | {step.title} | `{step.cut}` |" for step in steps.of(number)),
+    ]
+    about = [incident for incident in tickets.ALL if incident.lesson == number]
+    if about:
+        lines.append(
+            "\nTickets from an engine with one fault in it, or none: `uv run python -m vllm learn incident N`.\n"
+        )
+        lines.append("| ticket | |\n|---|---|")
+        lines += [f"| incident {incident.number} | {incident.title} |" for incident in about]
+    return "\n".join(lines) + "\n"
 
 
 def blocks(page: Path) -> list[Block]:

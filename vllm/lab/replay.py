@@ -108,7 +108,8 @@ class ReplayCore(EngineCore):
         """One `step()`, described in the format of the recordings."""
         heard = self.step()
         self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard if o.new_token_ids}
-        entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
+        entry = self.entry
+        pool: Any = self.scheduler.kv_cache_manager.block_pool  # its index and queue are in no seam
         entry["free_blocks"].append(pool.num_free_blocks)
         entry["finished"] = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
         entry["running_queue"] = _ids(self.scheduler.running)

@@ -42,9 +42,7 @@ def build_parser() -> arguments.Parser:
     )
     p.add_argument("what", nargs="?", default="status", help="a lesson's number, or one of the commands below")
     p.add_argument("which", nargs="?", help="a step, as 02.3; a lesson; an incident's number")
-    p.add_argument(
-        "--seed", type=arguments.number(int, 0), help="of a check, to repeat one (default: another each time)"
-    )
+    p.add_argument("--seed", type=arguments.number(int, 0), help="of a check, to repeat one")
     p.add_argument("--cause", metavar="NAME", help="of an incident: file:function, or `none`")
     p.add_argument("--guard", action="store_true", help="of an incident: grade my/incident_NN.py")
     return p
@@ -71,10 +69,8 @@ def main(argv: Sequence[str], book: Workbook | None = None) -> None:
     elif args.what == "status":
         status(book)
     else:
-        allowed = (
-            f"{', '.join(steps.FILES)}, check, hint, show, reset, run, status, incident, {', '.join(parts.COMMANDS)}"
-        )
-        raise common.InputError(f"learn {args.what}: must be one of {allowed}")
+        verbs = "check", "hint", "show", "reset", "run", "status", "incident", *parts.COMMANDS
+        raise common.InputError(f"learn {args.what}: must be one of {', '.join((*steps.FILES, *verbs))}")
 
 
 def chosen(book: Workbook, name: str | None) -> Step:

@@ -15,6 +15,7 @@ class Incident:
 
     number: int
     title: str
+    lesson: str  # whose page lists it: 02
     ticket: str  # what whoever runs the engine wrote
     evidence: str  # a metrics excerpt, a trace, a log, a small figure: from the engine with the change in it
     why: str  # told once it is solved

@@ -52,6 +52,24 @@
     if (commands) figure.append(button);
   }
 
+  // Steps and incidents: a mark for each, kept in this browser; `build.py --serve` adds what `learn` has passed.
+  const rows = [...document.querySelectorAll("article td:first-child")].filter((td) => /^(\d\d\.\d+|incident \d+)$/.test(td.textContent));
+  const kept = () => { try { return new Set(JSON.parse(localStorage.steps ?? "[]")); } catch { return new Set(); } };
+  const boxes = new Map(rows.map((td) => {
+    const name = td.textContent;
+    const box = Object.assign(document.createElement("input"), { type: "checkbox", checked: kept().has(name), ariaLabel: `${name} is done` });
+    box.addEventListener("change", () => {
+      const all = kept();
+      if (box.checked) all.add(name); else all.delete(name);
+      try { localStorage.steps = JSON.stringify([...all]); } catch { /* a browser that forgets */ }
+    });
+    td.prepend(box, " ");
+    return [name, box];
+  }));
+  for (const name of window.passed ?? []) {
+    if (boxes.has(name)) Object.assign(boxes.get(name), { checked: true, disabled: true });
+  }
+
   // Search: all words must occur; headings and names count for more than text.
   const input = $(".bar input"), list = $(".results");
   const load = () => {

@@ -212,7 +212,7 @@ STEPS = (
         "Blocks back",
         "BlockPool.free",
         "one owner less for each block; who has none left goes to the front of the queue. Refuse before you change.",
-        "A list may name a block twice: count before you compare with ref_count. Table [1, 2] makes the queue [2, 1, …].",
+        "A list may name a block twice: count before you compare with ref_count. Table [1, 2] makes it [2, 1, …].",
         releases,
     ),
     Step(
@@ -220,7 +220,7 @@ STEPS = (
         LESSON,
         "A table that grows, and copies on write",
         "BlockTable.append",
-        "room for n more tokens: new blocks at the end, and a copy of a last one that others read and that is not full.",
+        "room for n more tokens: new blocks at the end, and a copy of a last one that others read and is not full.",
         "A last block is written next only if it is partly filled. All new blocks, the copy's too, come from one "
         "`allocate`, so that nothing has changed if it raises.",
         tables,
