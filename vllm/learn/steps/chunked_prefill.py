@@ -231,8 +231,8 @@ def attentions(mine: ModuleType, given: ModuleType, context: Context) -> Iterato
         right = given.mixed_attention_reference(q, cache, table, starts, seq_lens).float()
         cache[:, 0] = math.nan  # the null block: no answer may depend on it
         yield Case(
-            f"(queries in this step, tokens in all) {lens}, blocks of {size}, {Hq} query and {Hkv} KV heads of {D}; NaN "
-            "wherever no token lies" + "; exp of one score alone overflows" * (loud > 1),
+            f"(queries in this step, tokens in all) {lens}, blocks of {size}, {Hq} query and {Hkv} KV heads of {D}; "
+            "NaN wherever no token lies" + "; exp of one score alone overflows" * (loud > 1),
             lambda: mine.unified_attention(q, cache, table, starts, seq_lens, longest),
             right,
             lambda got, right: pictures.grid(got, right, "tokens", "heads"),
