@@ -91,7 +91,8 @@ def holes(text: str, step: Step) -> list[tuple[int, int, str, bool]]:
         return [(*statements(text, node, step), True)]
     functions = [node]
     if isinstance(node, ast.ClassDef):
-        functions = [x for x in node.body if isinstance(x, ast.FunctionDef) and x.name != "__init__"]
+        defined = [x for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [x for x in defined if x.name != "__init__"]
     found = []
     for i, function in enumerate(functions):
         has_doc = ast.get_docstring(function) is not None
