@@ -121,7 +121,11 @@ def draw() -> str:
     """The graph in mermaid's language."""
     lines = ["graph TD", f"  subgraph lessons [{LABELS['lessons']}]"]
     lines += [f'    L{number}["{number} {title}"]' for number, title in titles().items()]
-    lines += ["  end", *(f'  {room}["{LABELS[room]}"]' for room in ("learn", "tours", "lab")), "  subgraph engine [the engine]"]
+    lines += [
+        "  end",
+        *(f'  {room}["{LABELS[room]}"]' for room in ("learn", "tours", "lab")),
+        "  subgraph engine [the engine]",
+    ]
     for i, rooms in enumerate(layers()):
         lines += [
             f"    subgraph layer{i} [ ]",
