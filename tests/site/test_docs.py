@@ -255,7 +255,7 @@ def test_the_house_is_drawn_from_the_imports():
     """README's graph is what `lessons/graph.py` draws, its arrows go down, and all lessons and rooms are in it."""
     (drawn,) = [b.body for b in documents.blocks(common.ROOT / "README.md") if b.language == "mermaid"]
     assert drawn.rstrip() == graph.draw(), "uv run python lessons/graph.py"
-    order = ["lessons", "tours", "lab", *itertools.chain(*graph.layers()), "common"]
+    order = ["learn", "lessons", "tours", "lab", *itertools.chain(*graph.layers()), "common"]
     beside = [{"lessons", "tours"}, *map(set, graph.layers())]
     for a, b in graph.imports():
         assert order.index(a) < order.index(b) or any({a, b} <= rooms for rooms in beside), f"{a} --> {b}"
