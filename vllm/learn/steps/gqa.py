@@ -111,8 +111,8 @@ def one_head_for_all(mine: ModuleType, given: ModuleType, context: Context) -> I
 def decode(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     for lens, size, Hq, Hkv, D, heads, splits, loud in [
         ([3], 4, 2, 1, 16, 2, 1, 1),
-        ([9, 0, 4], 4, 6, 2, 16, 3, 1, 1),
-        ([70, 5], 4, 4, 2, 20, 1, 1, 60),
+        ([130, 0, 129], 16, 6, 2, 16, 3, 1, 1),
+        ([70, 5, 9], 4, 4, 2, 20, 1, 1, 60),
         ([70, 1], 16, 9, 3, 24, 3, 2, 1),
         ([130, 40], 16, 8, 2, 16, 2, 4, 60),
     ]:
