@@ -199,11 +199,16 @@ strangers' tokens  cached tokens of the next prompt (of 64)
                96    0
               112    0
               120    0
+
+prefix caching off, two prompts of 16 tokens, one after the other: their tables
+[1, 2, 3, 4]
+[1, 2, 3, 4]
 """,
         why="""
 A table is freed from its end, so that its last blocks stand first in the queue and are reused first. Here
 it was walked from its beginning: the first reused block was the first of the prefix. A hit is a chain from
-the first block on, so without that block all others are in memory and cannot be found. vLLM frees
+the first block on, so without that block all others are in memory and cannot be found. Blocks without a
+hash came back in the other order as well, so it is not only the queue of cached ones. vLLM frees
 `reversed(blocks)` for this reason.
 """,
         cause="core/block_pool.py:BlockPool.free",
@@ -390,34 +395,34 @@ their long prompt was being computed sometimes answer differently from the same 
 preempted later are right, and so are all without prefix caching.
 """,
         evidence="""
-policy priority, 17 KV blocks of 4 tokens, long_prefill_token_threshold 8, prefix caching on
-batch: priority 5, prompt 56, arrives at step 1; chat: priority 0, prompt 10, at step 2
+policy priority, 29 KV blocks of 4 tokens, long_prefill_token_threshold 16, prefix caching on
+batch: priority 5, prompt 104, arrives at step 1; chat: priority 0, prompt 10, at step 2
 
 step  computes (tokens)    preempted  prefix found  free blocks
-   1  batch:16             -          batch:0                13
-   2  batch:8  chat:8      -          chat:0                  9
-   3  batch:8  chat:2      -          -                       6
-   4  batch:8  chat:1      -          -                       4
-   5  batch:8  chat:1      -          -                       2
-   6  chat:1               batch      -                      13
-   7  chat:1               -          -                      13
-   8  chat:1               -          -                      13
-   9  batch:4              -          batch:52                3
+   1  batch:24             -          batch:0                23
+   2  batch:16  chat:8     -          chat:0                 17
+   3  batch:16  chat:2     -          -                      12
+   4  batch:16  chat:1     -          -                       8
+   5  batch:16  chat:1     -          -                       4
+   6  chat:1               batch      -                      25
+   7  chat:1               -          -                      25
+   8  chat:1               -          -                      25
+   9  batch:4              -          batch:100               3
   10  batch:1              -          -                       2
   11  batch:1              -          -                       2
   12  batch:1              -          -                       2
   13  batch:1              -          -                       2
   14  batch:1              -          -                       1
 
-batch alone [90, 69, 117, 42, 91, 42]
-batch here  [90, 69, 84, 41, 41, 41]
+batch alone [21, 21, 21, 21, 21, 21]
+batch here  [7, 104, 104, 104, 65, 92]
 """,
         why="""
-Blocks are indexed when a step is planned, before the model fills them. In step 6 the batch job had its 8
+Blocks are indexed when a step is planned, before the model fills them. In step 6 the batch job had its 16
 tokens already when the chat needed its block: the tokens were withdrawn, but their blocks stayed in the
-index, because the withdrawn tokens were not subtracted from what counts as computed. 48 tokens were
-computed, and 52 are found: one block was never written. vLLM 0.32 has this bug (issue 57580, pull request
-43569).
+index, because the withdrawn tokens were not subtracted from what counts as computed. 88 tokens were
+computed, and 100 are found: three blocks were never written. vLLM 0.32 has this bug (issue 57580, pull
+request 43569).
 """,
         cause="core/scheduler.py:Scheduler._preempt_request",
         old="self.kv_cache_manager.evict_uncomputed(victim, victim.num_computed_tokens - withdrawn)",
@@ -477,11 +482,13 @@ neither version gives. After a restart everything is right.
 One prompt of 17 tokens, greedy; block_size 4
 
                                                   cached  tokens
+INFO  adapter legal is generation 1
 adapter legal (version 1)                              0  [1, 1, 1, 1, 1, 1, 1, 1]
 adapter legal, again                                  16  [1, 1, 1, 1, 1, 1, 1, 1]
 no adapter                                             0  [19, 1, 102, 102, 102, 102, 102, 102]
 POST /v1/unload_lora_adapter legal: 200
 POST /v1/load_lora_adapter legal (version 2): 200
+INFO  adapter legal is generation 2
 adapter legal (version 2)                             16  [4, 4, 5, 78, 53, 15, 15, 15]
 adapter legal, skip_reading_prefix_cache               0  [6, 73, 73, 73, 123, 55, 103, 64]
 POST /v1/load_lora_adapter legal-v2 (the same files): 200
