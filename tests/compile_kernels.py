@@ -24,12 +24,13 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 import common
-from support import sass
+
 import torch
 import triton
-from support import modules
-from support.launches import EXAMPLES
 from triton.backends.compiler import GPUTarget
+
+from support import modules, sass
+from support.launches import EXAMPLES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

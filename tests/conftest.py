@@ -25,6 +25,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some sixty processes load the
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import common
+
 import numpy as np
 import pytest
 import torch

@@ -41,8 +41,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))
 
 import common
+
 import pytest
 from _pytest.runner import runtestprotocol
+
 from support import modules
 from support.mutants import first_difference, listed, replaced
 

@@ -27,12 +27,13 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent / "vllm"))
 
 import common
+
 import torch
-from support.documents import LESSONS
 
 from engine.model import folders, llama
 from engine.model.config import LlamaConfig
 from lab import recorded
+from support.documents import LESSONS
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,

@@ -402,8 +402,10 @@ def pretend_torch() -> None:
 def pretend_kernels() -> None:
     """Launches take pointers to the GPU (or to pinned memory) alone. The interpreter has room for one at a time."""
     import common
-    from lab import timing
+
     import triton
+
+    from lab import timing
 
     turn = threading.Lock()
 

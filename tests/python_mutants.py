@@ -44,8 +44,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:] = [str(HERE), *(path for path in sys.path if path != str(HERE))]
 
-import line_coverage
 import pytest
+
+import line_coverage
 from support.mutants import first_difference, listed, replaced
 
 LIST = HERE / "surviving_mutants.txt"

@@ -23,8 +23,12 @@ import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, get_request_block_hasher
-from vllm.v1.core.kv_cache_utils import init_none_hash, unify_kv_cache_spec_page_size
+from vllm.v1.core.kv_cache_utils import (
+    _get_kv_cache_groups_uniform_page_size,
+    get_request_block_hasher,
+    init_none_hash,
+    unify_kv_cache_spec_page_size,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.request import Request
 

@@ -22,8 +22,16 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the old runner's step says who w
 
 import torch
 import vllm
-from vllm.config import CacheConfig, KVTransferConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
-from support import documents
 from lab import recorded
+from support import documents
 
 
 def main() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import common
+
 import sys
 
-import common
 import pytest
+
 from support import scripts
 
 GOLDEN = common.ROOT / "tests" / "golden" / "recorded"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import argparse
 import json
 import math
@@ -13,19 +15,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import common
 import pytest
-from support import scripts
 import torch
+
+from engine import arguments, registry
 from engine.serving import sockets
-from engine import arguments
-from engine import registry
-from lab import cli
-from lab import figures
-from lab import recorded
-from lab import timing
+from lab import cli, figures, recorded, timing
 from lab.hardware import HARDWARE
 from lab.parameters import checked
+from support import scripts
 from support.close import assert_close
 
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support import processes
 import pytest
+
+from support import processes
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there, tests run in one process")
 

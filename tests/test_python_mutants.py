@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import re
 import shutil
@@ -12,8 +14,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import common
 import pytest
+
 from support import scripts
 
 if sys.platform != "linux":

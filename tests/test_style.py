@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import functools
 import subprocess
@@ -9,7 +11,6 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-import common
 import pytest
 
 KERNELS_OF_A_TOUR = common.HERE / "lab" / "tree.py"

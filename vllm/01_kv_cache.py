@@ -28,6 +28,7 @@ Williams et al. 2009 (roofline), Kwon et al. 2023 (what reservations waste), vLL
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import argparse
 import dataclasses
@@ -40,14 +41,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import tl, triton
 
 from engine import arguments
-from lab import cli
-from lab.hardware import HARDWARE
 from engine.model import folders, llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
+from lab import cli
+from lab.hardware import HARDWARE
 
 KEY = "01_kv_cache"
 

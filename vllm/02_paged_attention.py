@@ -28,6 +28,7 @@ vLLM 0.32 `v1/core/block_pool.py` and `v1/attention/ops/triton_unified_attention
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import collections
 import contextlib
@@ -36,15 +37,14 @@ import math
 from collections.abc import Sequence
 
 import torch
-from common import tl, triton
 
 from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import default_splits
 from engine.attention.torch_paged import FEW_TOKENS, Decode, plan_decode, plan_few, prefill_attention
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
+from lab import cli
 
 KEY = "02_paged_attention"
 

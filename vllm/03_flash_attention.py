@@ -31,6 +31,7 @@ Shah et al. 2024 (FlashAttention-3), Triton's tutorial 06.
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import functools
 import itertools
@@ -39,13 +40,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import tl, triton
 from torch import Tensor
 
 from engine import arguments
-from lab import cli
-from lab import timing
 from engine.model import llama, loader
+from lab import cli, timing
 
 KEY = "03_flash_attention"
 

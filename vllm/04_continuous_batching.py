@@ -41,15 +41,15 @@ import torch
 import torch.nn.functional as F
 
 from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.block_pool import BlockPool
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request, RequestStatus, SamplingParams, check_stop, prompt_length_error
 from engine.worker.assemble import make_runner
+from lab import cli
 
 KEY = "04_continuous_batching"
 

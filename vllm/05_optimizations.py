@@ -44,21 +44,19 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from engine import arguments
-from lab import cli
-from lab.hardware import HARDWARE
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
-from engine import registry
+from engine import arguments, registry
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 from engine.llm import LLM
+from engine.model import llama, loader
 from engine.model.packed_linear import pack_weights
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
 from engine.worker.cuda_graphs import CapturedModel, Tape
 from engine.worker.model_runner import ModelRunner
-from lab import chats, offline_run, roofline
+from lab import chats, cli, offline_run, roofline
+from lab.hardware import HARDWARE
 
 KEY = "05_optimizations"
 BLOCK = 16  # tokens in a block, vLLM's default

@@ -48,13 +48,13 @@ from typing import Any
 import torch
 
 from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.front_end import RequestOutput
 from engine.llm_engine import LLMEngine
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.request import SamplingParams
 from engine.serving.cli import add_serve_command
+from lab import cli
 
 KEY = "06_serving"
 

@@ -34,6 +34,7 @@ by batch size), Daliri et al. 2024 (drafts that change no sample); vLLM 0.32 `v1
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import argparse
 import contextlib
@@ -47,17 +48,16 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common import tl, triton
 
 from engine import arguments
-from lab import cli
-from lab.hardware import HARDWARE
+from engine.llm import LLM
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
-from engine.llm import LLM
 from engine.request import SamplingParams
 from engine.sampling.sampler import draw_tokens, most_probable, uniforms
 from engine.spec_decode.drafters import METHODS
+from lab import cli
+from lab.hardware import HARDWARE
 
 KEY = "07_spec_decode"
 

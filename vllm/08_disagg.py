@@ -44,10 +44,7 @@ from typing import Any
 
 import torch
 
-from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine import registry
+from engine import arguments, registry
 from engine.attention.metadata import AttentionMetadata
 from engine.distributed import handshake
 from engine.kv_transfer.base import KVConnectorBase
@@ -56,10 +53,11 @@ from engine.kv_transfer.frames import checksum
 from engine.kv_transfer.kernels import gather_kv, scatter_kv
 from engine.kv_transfer.links import Link
 from engine.kv_transfer.params import kv_transfer_params
+from engine.model import llama, loader
 from engine.output import KVConnectorOutput
 from engine.parallel.ranks import last_words
 from engine.request import Request, RequestStatus
-from lab import goodput
+from lab import cli, goodput
 from lab.transfers import Faults
 from lab.workers import Worker, make_core, make_request, settled
 

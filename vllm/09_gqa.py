@@ -30,6 +30,7 @@ heads), vLLM 0.32 `model_executor/layers/attention/mla_attention.py` and `v1/att
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import dataclasses
 import itertools
@@ -38,18 +39,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from common import tl, triton
 from torch import Tensor
 
-from engine import arguments
-from lab import cli
-from engine.model import llama, loader, rope
-from engine.model.tokenizer import Tokenizer
-from engine import registry
+from engine import arguments, registry
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import combine_splits, default_splits
 from engine.attention.torch_paged import decode_latent, plan_decode
-from lab import healing
+from engine.model import llama, loader, rope
+from engine.model.tokenizer import Tokenizer
+from lab import cli, healing
 
 KEY = "09_gqa"
 LOG2E = math.log2(math.e)

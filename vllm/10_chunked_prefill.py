@@ -28,6 +28,7 @@ vLLM 0.32 `v1/core/sched/scheduler.py` and `v1/attention/ops/triton_unified_atte
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import functools
 import itertools
@@ -37,21 +38,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import tl, triton
 
-from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
-from engine import registry
+from engine import arguments, registry
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import FEW_TOKENS, plan_few, prefill_attention
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request, RequestStatus, SamplingParams, check_stop
 from engine.worker.assemble import make_runner
+from lab import cli
 
 KEY = "10_chunked_prefill"
 

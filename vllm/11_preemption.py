@@ -31,6 +31,7 @@ Read for this: Kwon et al. 2023 (swap and recompute, figure 19), vLLM 0.32 `v1/c
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl
 
 import itertools
 from collections import deque
@@ -38,21 +39,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from common import tl
 
 from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.block_pool import BlockPool
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, RequestStatus, SamplingParams, check_stop
 from engine.worker.assemble import make_runner
+from lab import cli
 
 KEY = "11_preemption"
 

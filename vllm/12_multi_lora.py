@@ -35,6 +35,7 @@ Read for this: Hu et al. 2021 (LoRA), Chen et al. 2023 (Punica), Sheng et al. 20
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import argparse
 import contextlib
@@ -48,13 +49,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from common import tl, triton
 
-from engine import arguments
-from lab import cli
-from engine.model import folders, llama, loader
-from engine.model.tokenizer import Tokenizer
-from engine import registry
+from engine import arguments, registry
 from engine.config import VllmConfig
 from engine.core import kv_cache_manager
 from engine.llm import LLM
@@ -64,8 +60,10 @@ from engine.lora.config import LoRAConfig, LoRARequest
 from engine.lora.layers import NONE, LoRAKernelMeta
 from engine.lora.lora_model import LayerShape, LoRAModel
 from engine.lora.memory import LoRATables, SlotMemory, UnifiedMemory
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.request import SamplingParams
-from lab import naive
+from lab import cli, naive
 
 KEY = "12_multi_lora"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main__.py` has it there already
 
 import common
+
 from engine import arguments
 from lab import cli
 

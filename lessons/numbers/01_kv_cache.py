@@ -13,15 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-
 from engine import registry
-from lab import figures
-from lab import recorded
-from lab import timing
-from lab.hardware import HARDWARE
-from lab.parameters import checked
 from engine.model import llama, loader
+from lab import figures, recorded, timing
+from lab.hardware import HARDWARE
 from lab.lengths import WORKLOADS
+from lab.parameters import checked
 from lab.roofline import (
     GPU_MEMORY_UTILIZATION,
     KV_CACHE_DTYPES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import common
+from common import triton
 
 import argparse
 import collections
@@ -16,14 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import triton
 
 from engine import registry
-from lab import figures
-from lab import timing
-from lab.parameters import checked
 from engine.model import llama, loader
-from lab import lengths, roofline
+from lab import figures, lengths, roofline, timing
+from lab.parameters import checked
 
 KEY = "02_paged_attention"
 lesson = registry.lesson(KEY)

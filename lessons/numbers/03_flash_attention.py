@@ -18,11 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import registry
-from lab import figures
-from lab import recorded
-from lab import timing
-from lab.parameters import checked
 from engine.attention.block_sparse import BSR, cascade, from_rows, kv_bytes, makespan, split
+from lab import figures, recorded, timing
+from lab.parameters import checked
 
 KEY = "03_flash_attention"
 lesson = registry.lesson(KEY)

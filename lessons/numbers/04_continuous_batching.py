@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 from engine import registry
-from lab import figures
-from lab.parameters import checked
-from engine.model import llama, loader
 from engine.config import SchedulerConfig, VllmConfig
+from engine.model import llama, loader
 from engine.model.packed_linear import pack_weights
 from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
-from lab import lengths
+from lab import figures, lengths
 from lab.matrix_products import matmul_seconds
+from lab.parameters import checked
 from lab.peers import generate_with, load_transformers
 
 KEY = "04_continuous_batching"

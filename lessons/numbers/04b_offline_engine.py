@@ -15,12 +15,9 @@ from typing import Any
 import torch
 
 from engine import registry
-from lab import figures
-from lab import timing
-from lab.parameters import checked
+from engine.llm import LLM
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
-from engine.llm import LLM
 from engine.request import Request, SamplingParams
 from engine.sampling.detokenizer import IncrementalDetokenizer, TokenBytes
 from engine.sampling.prompt_logprobs import SCORED_ROWS
@@ -33,6 +30,8 @@ from engine.sampling.sampler import (
     draw_tokens,
     uniforms,
 )
+from lab import figures, timing
+from lab.parameters import checked
 
 KEY = "04b_offline_engine"
 lesson = registry.lesson(KEY)

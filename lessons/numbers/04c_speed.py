@@ -14,15 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 from engine import registry
-from lab import figures
-from lab import recorded
-from lab.parameters import checked
 from engine.model import folders, llama, loader
-from lab import roofline
+from lab import figures, recorded, roofline
 from lab.matrix_products import floor_seconds
 from lab.offline_run import serve
+from lab.parameters import checked
 from lab.peers import generate_with, load_transformers, vllm_peer
 
 KEY = "04c_speed"

@@ -24,19 +24,14 @@ from typing import Any
 
 import torch
 
-
 from engine import registry
-from lab import figures
-from lab import timing
-from lab.hardware import GPU, HARDWARE
-from lab.parameters import checked
-from engine.model import llama, loader
-from engine.model.config import LlamaConfig
-from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
+from engine.model import llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.parallel.config import ParallelConfig
 from engine.parallel.executors import ThreadExecutor
 from engine.parallel.pipeline import PipelineEngineCore
@@ -47,8 +42,10 @@ from engine.parallel.workers import Workers
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner
 from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
-from lab import chats, peers, roofline
+from lab import chats, figures, peers, roofline, timing
+from lab.hardware import GPU, HARDWARE
 from lab.matrix_products import matmul_seconds
+from lab.parameters import checked
 
 KEY = "05_optimizations"
 BLOCK = 16  # tokens

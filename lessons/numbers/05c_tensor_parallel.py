@@ -14,15 +14,13 @@ from typing import Any
 import torch
 
 from engine import registry
-from lab import figures
-from lab import rank_times
-from lab import roofline
-from lab.links import LINKS, wire_bytes
-from lab.parameters import checked
-from engine.model import folders, llama
 from engine.distributed.group import GroupCoordinator
+from engine.model import folders, llama
 from engine.parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from engine.parallel.ranks import launch
+from lab import figures, rank_times, roofline
+from lab.links import LINKS, wire_bytes
+from lab.parameters import checked
 
 KEY = "05c_tensor_parallel"
 lesson = registry.lesson(KEY)

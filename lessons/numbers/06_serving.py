@@ -16,16 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab import figures
-from lab import recorded
-from lab.parameters import checked
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
 from engine.errors import QueueOverflowError
 from engine.request import Request, SamplingParams
 from engine.serving.admission import AdmissionControl
+from lab import figures, recorded
 from lab.dry_run import DryRun
+from lab.parameters import checked
 from lab.records import summarize
 from lab.running_server import running_server
 from lab.workload import Prompt
@@ -258,6 +257,7 @@ def metrics_of(client: Any) -> dict[str, float]:
 async def load_server(url: str, model: str, clients: int, count: int, tokens: int) -> tuple[list[Any], float]:
     """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
     import httpx
+
     from lab.load_generator import Target, drive
 
     target = Target(url, model, extra={"temperature": 0, "ignore_eos": True})

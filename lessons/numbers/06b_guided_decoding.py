@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from engine import registry
-from lab import figures
-from lab.parameters import checked
-from engine.model import loader
 from engine.llm import LLM
+from engine.model import loader
 from engine.sampling.guided.automaton import determinize
 from engine.sampling.guided.json_schemas import MAX_NESTING
 from engine.sampling.guided.limits import MAX_DFA_STATES, MAX_SPEC, MAX_WORK
 from engine.sampling.guided.regex import parse_regex
 from engine.sampling.guided.regex_guide import RegexGuide
+from lab import figures
+from lab.parameters import checked
 
 KEY = "06b_guided_decoding"
 lesson = registry.lesson(KEY)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from engine import registry
-from lab import figures
-from lab.parameters import checked
 from engine.model import folders
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -22,7 +20,8 @@ from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import make_executor
 from engine.serving.balancer import LoadBalancer
 from engine.serving.coordinator import DPCoordinator
-from lab import layouts
+from lab import figures, layouts
+from lab.parameters import checked
 
 KEY = "06c_scaling_out"
 lesson = registry.lesson(KEY)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from engine import registry
-from lab import figures
-from lab.parameters import checked
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import ThreadClient
+from lab import figures
+from lab.parameters import checked
 
 KEY = "06e_async_engine"
 lesson = registry.lesson(KEY)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from engine import registry
-from lab import figures
-from lab.parameters import checked
 from engine.serving.openai.limits import MAX_BODY_BYTES, MAX_N, MAX_STOP_STRINGS
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
 from engine.serving.openai.serving import OpenAIServing
+from lab import figures
+from lab.parameters import checked
 
 KEY = "06f_openai_api"
 lesson = registry.lesson(KEY)

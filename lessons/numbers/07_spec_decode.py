@@ -16,19 +16,17 @@ import numpy as np
 import torch
 
 from engine import registry
-from lab import figures
-from lab import timing
-from lab.parameters import checked
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.config import VllmConfig
 from engine.core.stats import SpecDecodingStats
 from engine.llm_engine import LLMEngine
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
 from engine.sampling.sampler import draw_tokens, uniforms
 from engine.spec_decode.drafters import METHODS, SpeculativeConfig
-from lab import enumeration
+from lab import enumeration, figures, timing
+from lab.parameters import checked
 
 KEY = "07_spec_decode"
 lesson = registry.lesson(KEY)

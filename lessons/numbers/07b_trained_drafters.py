@@ -17,16 +17,15 @@ import numpy as np
 import torch
 
 from engine import registry
-from lab import figures
-from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.spec_decode import trained
-from lab import tree as trees
 from engine.spec_decode.trained import Network
-from lab.tree import chain, fill_tree, plan_tree, verify_greedy
 from lab import drafter_training as training
-from lab import naive
+from lab import figures, naive
+from lab import tree as trees
+from lab.parameters import checked
+from lab.tree import chain, fill_tree, plan_tree, verify_greedy
 
 KEY = "07b_trained_drafters"
 lesson = registry.lesson(KEY)

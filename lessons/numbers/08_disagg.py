@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from engine import registry
-from lab import figures
-from lab import timing
-from engine.model import llama, loader
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.heads import num_consumers, tp_sources
 from engine.kv_transfer.kernels import gather_kv, scatter_kv
-from lab import goodput, roofline, transfers
+from engine.model import llama, loader
+from lab import figures, goodput, roofline, timing, transfers
 from lab.workers import Worker, settled
 
 KEY = "08_disagg"

@@ -14,14 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from engine import registry
-from lab import figures
-from lab import recorded
-from lab import timing
-from lab.hardware import HARDWARE
-from lab.parameters import checked
 from engine.model import llama, loader, rope
 from engine.model.tokenizer import Tokenizer
-from lab import healing, roofline
+from lab import figures, healing, recorded, roofline, timing
+from lab.hardware import HARDWARE
+from lab.parameters import checked
 from lab.roofline import KVCacheSpec, slug
 
 KEY = "09_gqa"

@@ -21,23 +21,19 @@ from typing import Any
 
 import torch
 
-
 from engine import registry
-from lab import figures
-from lab import recorded
-from lab import timing
-from lab.hardware import GPU, HARDWARE
-from lab.parameters import checked
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler as EngineScheduler
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner
-from lab import roofline
+from lab import figures, recorded, roofline, timing
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 
 KEY = "10_chunked_prefill"
 

@@ -19,19 +19,16 @@ from typing import Any
 
 import torch
 
-
 from engine import registry
-from lab import figures
-from lab import timing
-from lab.hardware import GPU, HARDWARE
-from lab.parameters import checked
-from engine.model import llama, loader
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
+from engine.model import llama, loader
 from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
-from lab import roofline
+from lab import figures, roofline, timing
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from lab.workload_files import draw_owners
 
 KEY = "11_preemption"

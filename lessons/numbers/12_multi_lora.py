@@ -21,12 +21,6 @@ import numpy as np
 import torch
 
 from engine import registry
-from lab import figures
-from lab import timing
-from lab.parameters import checked
-from engine.model import llama, loader
-from engine.model.config import LlamaConfig
-from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import make_scheduler
@@ -36,10 +30,14 @@ from engine.lora.layers import NONE, LoRAKernelMeta
 from engine.lora.lora_model import LayerShape, LoRAModel
 from engine.lora.manager import LoRAModelManager
 from engine.lora.memory import SlotMemory, UnifiedMemory
+from engine.model import llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
-from lab import naive
+from lab import figures, naive, timing
 from lab.dry_run import DryRun
+from lab.parameters import checked
 
 KEY = "12_multi_lora"
 lesson = registry.lesson(KEY)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engine.assemble import make_core
 from engine.config import SchedulerConfig, VllmConfig
 from engine.request import Request, SamplingParams

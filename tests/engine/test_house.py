@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import common
 import pytest
 
 TOOLS = Path(sys.executable).parent

@@ -7,6 +7,7 @@ import common
 import textwrap
 
 import pytest
+
 from engine import plugs, seams
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler
@@ -18,7 +19,6 @@ from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.spec_decode.drafters import NgramDrafter
 from engine.worker.assemble import find_attention
-
 
 OWN = {
     "attention": fill("attention.unified"),

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import re
 import sys
 from collections import Counter
 from pathlib import Path
 
-import common
 import pytest
+
 from support import scripts
 
 if not (common.HAS_TRITON and common.INTERPRET):

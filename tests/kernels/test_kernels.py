@@ -6,17 +6,16 @@ examples in `support/launches.py`.
 
 from __future__ import annotations
 
+import common
+
 import functools
 import json
 import re
 import sys
 
-from support import needs
-import common
 import pytest
-from support import sass
-from support import scripts
-from support import modules
+
+from support import modules, needs, sass, scripts
 
 KERNELS = [
     (module, name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import common
+
 import re
 import sys
 
-import common
 import pytest
+
 from support import scripts
 
 TESTS = common.ROOT / "tests"

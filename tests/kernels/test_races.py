@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import common
+
 import pytest
 import torch
 
 if not (common.HAS_TRITON and common.INTERPRET):
     pytest.skip("races are looked for in Triton's interpreter", allow_module_level=True)
 
-from support import races
 import triton
 import triton.language as tl
+
+from support import races
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import functools
 import itertools
 import json
@@ -11,20 +13,17 @@ import subprocess
 import sys
 from fractions import Fraction
 
-import common
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab import recorded
-from lab import goodput as lesson
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
+from engine.request import Request, RequestStatus, SamplingParams
 from engine.worker.model_runner import ModelRunner
-from engine.request import Request
-from engine.request import RequestStatus
-from engine.request import SamplingParams
+from lab import goodput as lesson
+from lab import recorded
 
 Cluster, CostModel, Deployment, Job, Limits = (
     lesson.Cluster, lesson.CostModel, lesson.Deployment, lesson.Job, lesson.Limits)  # fmt: skip

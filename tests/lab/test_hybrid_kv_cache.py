@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import common
+
 import collections
 import json
 
-import common
 import pytest
 import torch
 from hypothesis import settings
@@ -14,9 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine import registry
 from engine.model import llama
-from engine.request import Request
-from engine.request import SamplingParams
-
+from engine.request import Request, SamplingParams
 from lab import hybrid_kv_cache as part
 
 batching, kv_cache = registry.lesson("04_continuous_batching"), registry.lesson("01_kv_cache")

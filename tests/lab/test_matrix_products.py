@@ -6,10 +6,9 @@ import types
 
 import torch
 
-from lab import timing
 from engine.model import llama
 from engine.quantization.methods import quantize_model
-from lab import matrix_products
+from lab import matrix_products, timing
 
 
 class Noted:

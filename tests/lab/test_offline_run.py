@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import common
+
 import types
 
-import common
 import pytest
 import torch
 
-from engine.model import llama
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
+from engine.model import llama
 from engine.request import Request, SamplingParams
 from lab import naive, offline_run
 from lab.dry_run import DryRun

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import common
+
 import sys
 
-import common
 import pytest
 import torch
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import common
+
 import json
 import re
 import shlex
 
-import common
 import pytest
+
 from lab import replay, workload_files
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import common
+
 import socket
 
-import common
 import pytest
+
 from lab.running_server import running_server
 
 

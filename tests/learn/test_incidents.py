@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import importlib
 import json
@@ -10,8 +12,8 @@ import subprocess
 import sys
 from collections import Counter
 
-import common
 import pytest
+
 from learn import incidents, tickets
 
 GUARDS = common.ROOT / "tests" / "learn" / "guards"

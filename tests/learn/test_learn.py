@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import common
+
 import subprocess
 import sys
 
-import common
 import pytest
+
 from learn import cli, grader, parts, starter, steps
 from learn.workbook import Workbook, given
 

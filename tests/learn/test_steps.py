@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import dataclasses
 import importlib.util
 import json
@@ -10,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
-import common
 import pytest
+
 from learn import grader, starter, steps
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="wrong answers run in forked processes")

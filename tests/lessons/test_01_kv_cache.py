@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 import dataclasses
 import math
 import random
 from types import SimpleNamespace
 
-import common
-from engine import registry
-from lab import cli
-from lab import timing
-from support.close import assert_close
-from engine.model import llama
-from lab import lengths, roofline
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -23,6 +18,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.utils.flop_counter import FlopCounterMode
+
+from engine import registry
+from engine.model import llama
+from lab import cli, lengths, roofline, timing
+from support.close import assert_close
 
 lesson, page = registry.lesson("01_kv_cache"), cli.numbers("01_kv_cache")
 

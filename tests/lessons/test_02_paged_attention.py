@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import common
+
 import collections
 import functools
 import json
 from types import SimpleNamespace
 
-import common
 import numpy as np
 import pytest
 import torch
@@ -17,17 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import registry
-from lab import cli
-from lab import recorded
-from lab import timing
-from support.close import assert_close
-from engine.model import folders, loader
-from engine.model.tokenizer import Tokenizer
-from lab import lengths, naive
-
 from engine.attention import torch_paged as torch_attention
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.model import folders, loader
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
+from lab import cli, lengths, naive, recorded, timing
+from support.close import assert_close
 
 lesson = registry.lesson("02_paged_attention")
 page = cli.numbers("02_paged_attention")

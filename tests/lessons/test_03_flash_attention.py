@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import common
+
 import itertools
 import json
 import math
 import sys
 from types import SimpleNamespace
 
-import common
-from support import needs
 import pytest
-from support import scripts
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+
 from engine import registry
-from lab import cli
-from lab import timing
+from lab import cli, timing
+from support import needs, scripts
 from support.close import assert_close
 
 lesson, page = registry.lesson("03_flash_attention"), cli.numbers("03_flash_attention")

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import common
+
 import itertools
 import random
 
-import common
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import registry
-from lab import cli
-from support.close import assert_close
-from engine.model import llama
-from support.broken import break_class
-from support.runners import runner_of
 from engine.config import SchedulerConfig, VllmConfig
-from engine.request import Request
-from engine.request import RequestStatus
-from engine.request import SamplingParams
-from engine.request import check_stop
 from engine.core.engine_core import EngineCore
 from engine.core.queues import PriorityRequestQueue
 from engine.core.scheduler import make_scheduler
-from engine.model.packed_linear import PackedLinear
-from engine.model.packed_linear import pack_weights
-from engine.model.packed_linear import packs
+from engine.model import llama
+from engine.model.packed_linear import PackedLinear, pack_weights, packs
+from engine.request import Request, RequestStatus, SamplingParams, check_stop
 from engine.worker.input_batch import InputBatch
+from lab import cli
+from support.broken import break_class
+from support.close import assert_close
+from support.runners import runner_of
 
 lesson, page = registry.lesson("04_continuous_batching"), cli.numbers("04_continuous_batching")
 paged = registry.lesson("02_paged_attention")

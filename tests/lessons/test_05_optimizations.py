@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+import common
+
 import copy
+import functools
 import importlib.util
 import itertools
 import random
 import re
 from types import SimpleNamespace
 
-import common
 import pytest
-from support.runners import runner_of
-from engine import registry
-from lab.hardware import HARDWARE
-from support.close import assert_close
-from engine.worker.assemble import make_runner
-from engine.attention.metadata import AttentionMetadata
-from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
-import functools
-from engine.request import SamplingParams
-from engine.core.engine_core import EngineCore
-from engine.llm_engine import LLMEngine
-from engine.model.packed_linear import PackedLinear
-from engine.model.packed_linear import packs
-from engine.config import SchedulerConfig
-from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
-from engine.core.scheduler import make_scheduler
-from support.broken import break_class
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from engine import registry
+from engine.attention.metadata import AttentionMetadata
+from engine.config import SchedulerConfig
+from engine.core.engine_core import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
+from engine.core.scheduler import make_scheduler
+from engine.llm_engine import LLMEngine
 from engine.model import llama, loader
+from engine.model.packed_linear import PackedLinear, packs
+from engine.request import SamplingParams
+from engine.worker.assemble import make_runner
+from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
 from lab import chats, cli, offline_run, roofline
+from lab.hardware import HARDWARE
+from support.broken import break_class
+from support.close import assert_close
+from support.runners import runner_of
 
 lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
 page = cli.numbers("05_optimizations")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 import copy
 import functools
@@ -10,33 +12,25 @@ import operator
 import random
 from types import SimpleNamespace
 
-import common
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from engine import registry
-from lab import cli
-from lab import timing
-from support.close import assert_close
-from lab import naive, roofline
-from lab import drafts_ahead
-from engine.llm import LLM
-from engine.config import VllmConfig
-from engine.spec_decode.verifier import DraftVerifier
-from engine.output import EngineCoreOutput
-from engine.request import Request
-from engine.request import RequestStatus
-from engine.request import SamplingParams
-from engine.llm_engine import LLMEngine
-from engine.sampling.sampler import Sampler
-from engine.sampling.sampler import SamplingState
-from engine.sampling.sampler import uniforms
 import pytest
-from engine.core.scheduler import one_by_one
-from support.broken import break_class
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from engine import registry
+from engine.config import VllmConfig
+from engine.core.scheduler import one_by_one
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
 from engine.model import llama, loader
+from engine.output import EngineCoreOutput
+from engine.request import Request, RequestStatus, SamplingParams
+from engine.sampling.sampler import Sampler, SamplingState, uniforms
+from engine.spec_decode.verifier import DraftVerifier
+from lab import cli, drafts_ahead, naive, roofline, timing
+from support.broken import break_class
+from support.close import assert_close
 
 lesson = registry.lesson("07_spec_decode")
 from engine.core.scheduler import Scheduler

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 import inspect
 import multiprocessing
@@ -9,25 +11,23 @@ import threading
 import time
 from types import SimpleNamespace
 
-import common
-import on_gpu
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.transfers import PROMPT, SEED, TOKENS, drain, generated, handed_over, pair, submit, until
 
+import on_gpu
 from engine import registry
-from lab import cli
-from engine.model import llama
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.heads import num_consumers, owned_heads, tp_sources
 from engine.kv_transfer.kernels import gather_kv, move_kv_kernel, scatter_kv
 from engine.kv_transfer.p2p import TCPConnector
-from lab import naive, workers
+from engine.model import llama
+from lab import cli, naive, workers
 from lab.transfers import Faults
 from lab.workers import Worker, make_core, make_request, settled
+from support.transfers import PROMPT, SEED, TOKENS, drain, generated, handed_over, pair, submit, until
 
 lesson = registry.lesson("08_disagg")
 page = cli.numbers("08_disagg")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import argparse
 import functools
 import itertools
@@ -9,21 +11,17 @@ import json
 import math
 from types import SimpleNamespace
 
-import common
-from support import first_layers
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import registry
-from lab import cli
-from lab import recorded
-from lab import timing
-from support.close import assert_close
-from engine.model import llama, loader
 from engine.attention.splits import combine_splits
-from lab import healing
+from engine.model import llama, loader
+from lab import cli, healing, recorded, timing
+from support import first_layers
+from support.close import assert_close
 
 lesson, page = registry.lesson("09_gqa"), cli.numbers("09_gqa")
 paged = registry.lesson("02_paged_attention")

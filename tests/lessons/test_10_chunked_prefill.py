@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import common
+
 import json
 import math
 import shutil
 import subprocess
 from types import SimpleNamespace
 
-import common
-from support import first_layers
-from engine import registry
-from lab import cli
-from support.close import assert_close
-from engine.model import llama, loader
 import pytest
 import torch
+
+from engine import registry
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.model import llama, loader
 from engine.worker.assemble import make_runner
-from lab import naive, roofline
+from lab import cli, naive, roofline
+from support import first_layers
 from support.broken import break_class
+from support.close import assert_close
 
 lesson = registry.lesson("10_chunked_prefill")
 page = cli.numbers("10_chunked_prefill")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import common
+
 import functools
 import random
 
-import common
-from support import first_layers
 import pytest
 import torch
-from engine import registry
-from lab import cli
-from lab.hardware import GPU, HARDWARE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import registry
 from engine.model import loader
 from engine.output import ModelRunnerOutput
-from lab import roofline
+from lab import cli, roofline
+from lab.hardware import GPU, HARDWARE
 from lab.reserving import ReservingScheduler
+from support import first_layers
 
 lesson, page = registry.lesson("11_preemption"), cli.numbers("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams

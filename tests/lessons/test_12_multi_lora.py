@@ -20,35 +20,34 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine import registry
-from lab import cli
-from support.close import assert_close
-from engine.core.queues import FairRequestQueue
-from engine import front_end
-from engine.engine_args import EngineArgs
-from support import scripts
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine import front_end, registry
+from engine.core.queues import FairRequestQueue
+from engine.engine_args import EngineArgs
 from engine.model import folders, gguf_files, llama, loader, weights
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
 from engine.request import Request
-from engine.serving.core_proc import EngineCoreProc
 from engine.serving.async_llm import AsyncLLM
-from engine.serving.start import make_engine
+from engine.serving.core_proc import EngineCoreProc
 from engine.serving.openai.app import build_app
+from engine.serving.start import make_engine
+from lab import cli
+from support import scripts
+from support.close import assert_close
 
 lesson, page = registry.lesson("12_multi_lora"), cli.numbers("12_multi_lora")
 paged = registry.lesson("02_paged_attention")
 from engine.core.block_pool import BlockPool
 from engine.lora import files, lora_model
+from engine.lora import manager as managing
 from engine.lora.layers import adapted_model
 from engine.lora.lora_model import LoRAModel
 from engine.lora.manager import LoRAModelManager
-from engine.lora import manager as managing
 from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
 from lab import naive

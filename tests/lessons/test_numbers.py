@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 
-from support import documents
 import pytest
-from support.documents import LESSONS, PAGES
-from support import modules
+
 from lab import cli, recorded
+from support import documents, modules
+from support.documents import LESSONS, PAGES
 
 
 @pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import common
+
 import argparse
 import inspect
 import re
 import shutil
 import sys
 
-import common
-import on_gpu
 import pytest
-from support import modules
 import tokenizers
+from safetensors.torch import load_file, save_file
+
+import on_gpu
+from engine import registry
+from engine.model import folders, loader
+from lab import cli, figures
+from support import modules
 from support.documents import LESSONS, TOLD
 from support.processes import together
-from safetensors.torch import load_file, save_file
 from support.scripts import execute, get, output_of, run, script_job, within
-
-from engine import registry
-from lab import cli
-from lab import figures
-from engine.model import folders, loader
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
 HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import common
+
 import pytest
+
 from support import scripts
 from support.documents import LESSONS
 from support.scripts import YARDSTICK_SECONDS, Done, execute, script_job, within

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from engine import registry
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler, make_scheduler
 from engine.request import Request, RequestStatus, SamplingParams
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lab.reserving import ReservingScheduler
 from support.broken import break_class
 

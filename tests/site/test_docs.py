@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import importlib
 import itertools
@@ -9,20 +11,17 @@ import re
 import subprocess
 import sys
 
-import common
-from support import documents
 import pytest
-from support.documents import LESSONS, PAGES, TOLD
-from engine import arguments
+
+import learn.cli
+from engine import arguments, registry
 from engine.serving.cli import add_serve_command
 from engine.serving.proxy import add_proxy_command
-import learn.cli
-from lab import replay
+from lab import cli, figures, replay
 from lab.bench import add_bench_commands
+from support import documents
+from support.documents import LESSONS, PAGES, TOLD
 from support.scripts import output_of
-from engine import registry
-from lab import cli
-from lab import figures
 
 sys.path.insert(0, str(common.ROOT / "lessons"))
 import graph

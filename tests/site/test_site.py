@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import functools
 import html
@@ -19,8 +21,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-import common
 import pytest
+
 from lab import cli
 from support import scripts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import functools
 import importlib.util
 import itertools
@@ -16,10 +18,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from support import documents
-import common
 import pytest
+
 from lab import cli
+from support import documents
 
 TESTS = Path(__file__).resolve().parent
 WIDGETS = common.ROOT / "lessons" / "widgets"

@@ -15,6 +15,8 @@ Markers are HTML comments, invisible to readers:
 
 from __future__ import annotations
 
+import common
+
 import ast
 import dataclasses
 import functools
@@ -24,7 +26,6 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import common
 from learn import steps, tickets
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import common
+
 import importlib
 from pathlib import Path
 from types import ModuleType
 
-import common
 from engine import registry
 
 

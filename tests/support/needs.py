@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import common
+
 import pytest
 import torch
 

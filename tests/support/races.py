@@ -13,11 +13,12 @@ not known here, so nothing is said about it.
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import common
 import numpy as np
 import pytest
 from triton.runtime import interpreter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.model import llama
 from engine.config import VllmConfig
+from engine.model import llama
 from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
 

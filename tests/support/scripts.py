@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import dataclasses
 import json
 import os
@@ -12,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common
 from support import modules
 
 Job = tuple[tuple, list[Any]]  # a key, and the command

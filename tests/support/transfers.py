@@ -9,10 +9,9 @@ from engine.core.engine_core import EngineCore
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import make_connector
 from engine.kv_transfer.p2p import P2PConnector
+from engine.model import llama
 from lab import naive, workers
 from lab.workers import make_request
-
-from engine.model import llama
 
 WIRES = ["SharedMemoryConnector", "TCPConnector", "TorchDistributedConnector"]
 PROMPT = [(7 * i + 3) % 128 for i in range(45)]

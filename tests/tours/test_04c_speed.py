@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import common
+
 import itertools
 import sys
 from collections import Counter
 
-import common
 import pytest
 import torch
 
 from engine import registry
-from lab import cli
-from lab import recorded
-from engine.model import llama
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
+from engine.model import llama
 from engine.model.packed_linear import PackedLinear
 from engine.request import Request, SamplingParams
 from engine.worker.input_batch import InputBatch
-from lab import naive
+from lab import cli, naive, recorded
 from lab.dry_run import DryRun
 from lab.offline_run import serve
 

@@ -27,15 +27,14 @@ import torch
 import torch.nn.functional as F
 
 from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 from engine.llm import LLM
 from engine.lora.files import read_adapter, write_adapter
 from engine.lora.lora_model import LayerShape, LoRAModel, Slices, layer_shapes, merged
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.request import SamplingParams
-
+from lab import cli
 
 # --- Training text: the model's own answers, in other clothes -------------------------------------------------------
 

@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
+
 from engine import arguments
-from lab import recorded
 from engine.llm import progress_bar
+from lab import recorded
 from lab.load_generator import Target, drive
 from lab.records import METRICS, Record, summarize
 from lab.tuning import latency_command, parse_limits, tune_command

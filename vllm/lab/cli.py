@@ -10,9 +10,8 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
 from types import ModuleType
+from typing import Any
 
 import torch
 

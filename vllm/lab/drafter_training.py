@@ -38,11 +38,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.model import llama
-from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
 from engine.spec_decode.trained import HEADS, Network, fused, network_shapes
 from engine.spec_decode.verifier import Sampled

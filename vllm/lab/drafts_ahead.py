@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from engine.model import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
+from engine.model import llama
 from engine.parallel.config import ParallelConfig
 from engine.parallel.executors import ThreadExecutor
 from engine.parallel.pipeline import PipelineEngineCore

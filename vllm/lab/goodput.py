@@ -40,17 +40,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from lab import figures
-from lab.hardware import GPU, HARDWARE
-from lab.parameters import checked
-from engine.model import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.model import llama
 from engine.output import SchedulerOutput
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner
-from lab import roofline
+from lab import figures, roofline
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from lab.reserving import ReservingScheduler
 from lab.workload import AZURE, arrival_times, quantile
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lab import recorded
+from engine.attention.torch_paged import prefill_attention
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
-from engine.attention.torch_paged import prefill_attention
+from lab import recorded
 
 KEY = "09_gqa_heal"  # in lessons/results/: a run of the lesson's own measurements does not replace it
 WINDOW, HELD_OUT = 512, 10  # tokens of a window; windows that training never sees

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from lab.parameters import checked
-from engine.model import llama
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.model import llama
 from engine.request import Request, SamplingParams
+from lab.parameters import checked
 
 BLOCK = 16  # tokens in a block, vLLM's default
 

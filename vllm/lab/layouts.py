@@ -27,14 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lab import figures
-from lab.hardware import HARDWARE
-from engine.model.config import LlamaConfig
 from engine.distributed.group import GroupCoordinator
+from engine.model.config import LlamaConfig
 from engine.parallel.sharding import divides
-from lab import roofline
+from lab import figures, roofline
+from lab.hardware import HARDWARE
 from lab.links import LINKS, Link, wire_bytes
-
 
 # --- 1. A mixture of experts, and the obvious way to compute it -------------------------------------------------------
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
 from lab.records import Record
 from lab.workload import Prompt
-
 
 JSON_BODY = {"Content-Type": "application/json"}
 

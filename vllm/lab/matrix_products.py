@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lab import timing
 from engine.model import llama
 from engine.model.packed_linear import pack_weights
+from lab import timing
 
 BATCHES = (1, 4, 8, 32)  # tokens in a step
 

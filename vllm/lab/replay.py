@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from engine import arguments
-from lab import cli
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
 from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, prompt_length_error
+from lab import cli
 from lab.workload_files import (
     REFERENCE,
     SCHEDULER_KEYS,

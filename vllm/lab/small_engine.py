@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from engine.model import loader
 from engine.llm_engine import LLMEngine
+from engine.model import loader
 
 MAX_MODEL_LEN = 512
 load_once = functools.cache(loader.load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import triton
 
 import copy
 import dataclasses
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import triton
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lab import recorded
 from engine.engine_args import EngineArgs
 from engine.request import SamplingParams
 from engine.serving.start import make_engine
+from lab import recorded
 from lab.records import Record, percentile, summarize
 from lab.simulated_engine import run_simulated
 from lab.workload import Prompt, arrival_times, random_ids, random_length
-
 
 # --- The best setting under limits, and what it costs ----------------------------------------------------------------
 

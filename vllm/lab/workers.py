@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from engine.model import llama, loader
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
 from engine.kv_transfer.base import KVConnectorBase
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import make_connector
+from engine.model import llama, loader
 from engine.parallel.ranks import start_context
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner

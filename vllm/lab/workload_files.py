@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab import figures
 from engine.config import SchedulerConfig
 from engine.request import Request, SamplingParams
-
+from lab import figures
 
 # --- The fields ----------------------------------------------------------------------------------------------------
 

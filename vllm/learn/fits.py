@@ -6,7 +6,6 @@ vLLM has nothing like it.
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -87,9 +87,8 @@ def limits(plug: dict[str, str]) -> dict[str, Any]:
 
 def serve(plug: dict[str, str], flags: Sequence[str]) -> None:
     """`python -m vllm serve FLAGS`, with the reader's parts."""
-    from engine.serving.cli import add_serve_command
-
     from engine import arguments
+    from engine.serving.cli import add_serve_command
 
     given = [word for seam, target in plug.items() for word in ("--plug", f"{seam}={target}")]
     if not limits(plug).get("enable_prefix_caching", True):

@@ -42,15 +42,14 @@ import numpy as np
 import torch
 
 from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.front_end import RequestOutput
 from engine.llm import LLM
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
 from engine.sampling.detokenizer import IncrementalDetokenizer, TokenBytes
 from engine.sampling.sampler import GREEDY, Sampler, SamplingState, adjust_logits, distribution, draw_tokens
-from lab import naive
+from lab import cli, naive
 from lab.naive_sampler import reference_distribution
 
 KEY = "04b_offline_engine"

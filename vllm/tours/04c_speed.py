@@ -42,10 +42,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import arguments
-from lab import cli
-from engine.model import llama, loader
-from engine import assemble
+from engine import arguments, assemble
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import decode, decode_gathered, gather_plan, prefill_attention
 from engine.config import SchedulerConfig, VllmConfig
@@ -53,12 +50,13 @@ from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FCFSRequestQueue
 from engine.core.scheduler import Scheduler
+from engine.model import llama, loader
 from engine.model.packed_linear import pack_weights
 from engine.output import SchedulerOutput
 from engine.registry import fill
 from engine.request import Request, SamplingParams
 from engine.worker.model_runner import ModelRunner
-from lab import naive
+from lab import cli, naive
 from lab.matrix_products import matmul_seconds
 from lab.offline_run import serve
 

@@ -41,17 +41,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from engine import arguments
-from lab import cli
-from lab.hardware import HARDWARE
+from engine.distributed.group import GroupCoordinator, new_group
 from engine.model import folders, llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
-from engine.distributed.group import GroupCoordinator, new_group
 from engine.parallel import sharding
 from engine.parallel.layers import RowParallelLinear
 from engine.parallel.model import TensorParallelLlama, load_shard, shard_model
 from engine.parallel.ranks import Ranks, start_context
-from lab import naive, offline_run, roofline
+from lab import cli, naive, offline_run, roofline
+from lab.hardware import HARDWARE
 from lab.layouts import default_size
 from lab.links import LINKS, Link, wire_bytes
 

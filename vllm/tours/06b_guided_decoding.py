@@ -48,10 +48,8 @@ import numpy as np
 import torch
 
 from engine import arguments
-from lab import cli
-from lab import timing
-from engine.model import loader
 from engine.llm import LLM
+from engine.model import loader
 from engine.request import SamplingParams
 from engine.sampling.guided.automaton import determinize
 from engine.sampling.guided.bitmask import apply_token_bitmask_inplace
@@ -63,7 +61,7 @@ from engine.sampling.guided.regex_guide import RegexGuide
 from engine.sampling.guided.structured_outputs import compile_guide
 from engine.sampling.guided.token_trie import TokenTrie
 from engine.sampling.guided.vocabulary import Vocabulary, vocabulary_of
-
+from lab import cli, timing
 
 KEY = "06b_guided_decoding"
 

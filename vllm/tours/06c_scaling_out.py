@@ -47,14 +47,13 @@ from typing import Any
 import torch
 
 from engine import arguments
-from lab import cli
-from engine.model import folders, llama, loader
-from engine.model.config import LlamaConfig
-from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
+from engine.model import folders, llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.parallel.config import ParallelConfig, get_pp_indices
 from engine.parallel.executors import ExecutorFailed, MultiprocExecutor
@@ -68,7 +67,7 @@ from engine.serving.async_llm import AsyncLLM
 from engine.serving.balancer import LoadBalancer, PrefixAwareBalancer
 from engine.serving.engine_group import start_client
 from engine.serving.start import make_engine
-from lab import layouts
+from lab import cli, layouts
 from lab.dry_run import DryRun
 
 KEY = "06c_scaling_out"

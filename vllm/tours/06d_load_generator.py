@@ -45,9 +45,8 @@ from typing import Any
 import httpx
 
 from engine import arguments
-from lab import cli
-from lab import recorded
 from engine.model import loader
+from lab import cli, recorded
 from lab.bench import add_bench_commands, print_result
 from lab.load_generator import Target, drive
 from lab.records import Record, percentile, summarize

@@ -44,17 +44,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine import arguments
-from lab import cli
+from engine.errors import EngineDeadError
+from engine.front_end import CompletionOutput, RequestOutput
+from engine.llm_engine import LLMEngine
 from engine.model import folders, loader
 from engine.model.tokenizer import Tokenizer
-from engine.front_end import CompletionOutput
-from engine.front_end import RequestOutput
-from engine.llm_engine import LLMEngine
-from engine.errors import EngineDeadError
 from engine.request import SamplingParams
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import CLIENTS
 from engine.serving.collector import RequestOutputCollector
+from lab import cli
 from lab.small_engine import MAX_MODEL_LEN, make_small_engine
 
 KEY = "06e_async_engine"

@@ -40,13 +40,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import arguments
-from lab import cli
-from lab import timing
+from engine.front_end import CompletionOutput, RequestOutput
 from engine.model import folders, loader
-from engine.front_end import CompletionOutput
-from engine.front_end import RequestOutput
-from engine.sampling.defaults import SamplingDefaults
 from engine.request import SamplingParams
+from engine.sampling.defaults import SamplingDefaults
 from engine.serving.admission import AdmissionControl
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import RequestOutputCollector
@@ -55,6 +52,7 @@ from engine.serving.openai.job import Job
 from engine.serving.openai.limits import MAX_N
 from engine.serving.openai.protocol import ChatCompletionRequest
 from engine.serving.openai.serving import OpenAIServing
+from lab import cli, timing
 from lab.small_engine import MAX_MODEL_LEN, make_small_engine
 
 KEY = "06f_openai_api"

@@ -46,22 +46,21 @@ from pathlib import Path
 import torch
 
 from engine import arguments
-from lab import cli
-from engine.model import folders, llama, loader
-from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.config import VllmConfig
 from engine.core.block_pool import BlockPool
 from engine.llm_engine import LLMEngine
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.registry import fill
 from engine.request import SamplingParams
 from engine.spec_decode import trained
-from lab import tree as trees
 from engine.spec_decode.drafters import Drafter, SpeculativeConfig
 from engine.spec_decode.trained import WEIGHTS, DraftTable, Network, make_drafter
-from lab.tree import Tree, fill_tree, plan_tree, stands, tree_attention, verify_greedy
+from lab import cli, drafts_ahead
 from lab import drafter_training as training
-from lab import drafts_ahead
+from lab import tree as trees
+from lab.tree import Tree, fill_tree, plan_tree, stands, tree_attention, verify_greedy
 
 KEY = "07b_trained_drafters"
 

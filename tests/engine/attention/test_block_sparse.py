@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import common
+
 import itertools
 import math
 
-import common
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import registry
+from engine.attention import block_sparse as lesson
 from lab import cli
 from support.close import assert_close
-from engine.attention import block_sparse as lesson
 
 paged_attention, page = registry.lesson("02_paged_attention"), cli.numbers("03_flash_attention")
 BLOCK = 4

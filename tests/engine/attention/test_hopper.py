@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import collections
 import itertools
 import json
@@ -9,18 +11,15 @@ import math
 import sys
 from pathlib import Path
 
-from engine import registry
-from lab import cli
-from lab import recorded
-from support.close import assert_close
-from engine.attention import hopper
-from support import gluon_emulator
-from support import needs
 import numpy as np
-import common
 import pytest
-from support import scripts
 import torch
+
+from engine import registry
+from engine.attention import hopper
+from lab import cli, recorded
+from support import gluon_emulator, needs, scripts
+from support.close import assert_close
 
 flash, page = registry.lesson("03_flash_attention"), cli.numbers("03_flash_attention")
 PATH = Path(hopper.__file__)

@@ -34,7 +34,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.broken import break_class
 
 from engine.assemble import make_core
 from engine.config import SchedulerConfig, VllmConfig
@@ -61,6 +60,7 @@ from engine.spec_decode import trained
 from engine.spec_decode.drafters import Draft, Drafter, SpeculativeConfig, make_drafter
 from engine.worker.assemble import make_runner
 from lab import naive
+from support.broken import break_class
 
 # --- A model, and what a request gets alone ---------------------------------------------------------------------------
 

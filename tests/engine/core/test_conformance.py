@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import common
+
 import copy
 import json
 import sys
 import time
 from pathlib import Path
 
-import common
 import pytest
-from support import scripts
-from lab import cli
+
 from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler, make_scheduler
 from engine.request import Request, SamplingParams
-from lab import replay, workload_files
+from lab import cli, replay, workload_files
+from support import scripts
 from support.broken import break_class
 from support.recordings import GOLDEN, trace_of
 

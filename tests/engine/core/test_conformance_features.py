@@ -9,6 +9,7 @@ from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
+
 from engine import registry
 from engine.core.scheduler import Scheduler
 from engine.kv_transfer.base import KVConnectorBase

@@ -7,24 +7,23 @@ early, skipped or hit without having been computed changes the digest, and with 
 
 from __future__ import annotations
 
+import common
+
 import hashlib
 import random
 
-import common
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from engine import registry
 from engine.config import SchedulerConfig
-from engine.core.engine_core import EngineCore
-from engine.core.engine_core import check_pool
+from engine.core.engine_core import EngineCore, check_pool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import make_scheduler
 from engine.output import ModelRunnerOutput
-from engine.request import Request
-from engine.request import RequestStatus
-from engine.request import SamplingParams
+from engine.request import Request, RequestStatus, SamplingParams
 
 continuous_batching = registry.lesson("04_continuous_batching")
 chunked_prefill = registry.lesson("10_chunked_prefill")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 import copy
 import dataclasses
@@ -20,12 +22,34 @@ import zlib
 from queue import SimpleQueue
 from types import SimpleNamespace
 
-import common
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine import registry
+from engine.kv_transfer import connectors, links
+from engine.kv_transfer.config import KVTransferConfig
+from engine.kv_transfer.consumer import Consumer
+from engine.kv_transfer.digest import weights_digest
+from engine.kv_transfer.frames import MAGIC, PREFIX, ProtocolError, as_bytes, checksum, pack_frame, read_frame
+from engine.kv_transfer.heads import HeadSlice, num_consumers, owned_heads, tp_sources
+from engine.kv_transfer.p2p import TCPConnector
+from engine.kv_transfer.params import attach_params, check_kv_transfer_params
+from engine.kv_transfer.producer import Producer
+from engine.kv_transfer.store import KVStore, Tier
+from engine.lora import lora_model
+from engine.model import llama
+from engine.model.config import LlamaConfig
+from engine.model.packed_linear import pack_weights
+from engine.output import KVConnectorMetadata, KVConnectorOutput
+from engine.quantization import methods
+from engine.request import Request, SamplingParams
+from engine.serving.core_proc import EngineCoreProc
+from engine.serving.mailbox import ClientGone
+from lab import naive
+from lab.transfers import Faults, MemoryLink, rehearse
 from support.transfers import (
     PROMPT,
     SEED,
@@ -42,29 +66,6 @@ from support.transfers import (
     submit,
     until,
 )
-
-from engine import registry
-from engine.model import llama
-from engine.model.config import LlamaConfig
-from engine.kv_transfer import connectors, links
-from engine.kv_transfer.config import KVTransferConfig
-from engine.kv_transfer.consumer import Consumer
-from engine.kv_transfer.digest import weights_digest
-from engine.kv_transfer.frames import MAGIC, PREFIX, ProtocolError, as_bytes, checksum, pack_frame, read_frame
-from engine.kv_transfer.heads import HeadSlice, num_consumers, owned_heads, tp_sources
-from engine.kv_transfer.p2p import TCPConnector
-from engine.kv_transfer.params import attach_params, check_kv_transfer_params
-from engine.kv_transfer.producer import Producer
-from engine.kv_transfer.store import KVStore, Tier
-from engine.lora import lora_model
-from engine.quantization import methods
-from engine.model.packed_linear import pack_weights
-from engine.output import KVConnectorMetadata, KVConnectorOutput
-from engine.request import Request, SamplingParams
-from engine.serving.core_proc import EngineCoreProc
-from engine.serving.mailbox import ClientGone
-from lab import naive
-from lab.transfers import Faults, MemoryLink, rehearse
 
 lesson = registry.lesson("08_disagg")  # its reference for what is in a block
 

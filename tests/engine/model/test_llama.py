@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import functools
 import json
 import os
@@ -12,18 +14,17 @@ import sys
 import threading
 import time
 
-import common
 import pytest
-from support import scripts
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from support.close import assert_close
 from engine.model import folders, gguf_files, llama, loader
 from engine.model.chat_template import read_chat_template
-from engine.model.config import ABSENT, FAMILIES, LlamaConfig, NEUTRAL, NEUTRAL_IN, _eos_of_tokenizer
+from engine.model.config import ABSENT, FAMILIES, NEUTRAL, NEUTRAL_IN, LlamaConfig, _eos_of_tokenizer
 from engine.model.tokenizer import Tokenizer
+from support import scripts
+from support.close import assert_close
 
 PROMPTS = [
     "The capital of France is",

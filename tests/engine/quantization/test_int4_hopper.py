@@ -6,17 +6,19 @@ where layouts and barriers mean nothing; the compiler, which refuses a layout th
 
 from __future__ import annotations
 
+import common
+
 import itertools
 import json
 import subprocess
 import sys
 import types
 
-import common
-from support import needs
 import pytest
 import torch
+
 from lab import cli
+from support import needs
 from support.close import assert_close
 
 page = cli.numbers("05b_quantization")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import copy
 import functools
 import json
@@ -10,28 +12,23 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
-import common
 import numpy as np
-from support import needs
 import pytest
-from support import scripts
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine import registry
-from lab import timing
-from support.close import assert_close
-from engine.model import llama, loader
-from engine import assemble
-from engine.config import SchedulerConfig, VllmConfig
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.llm_engine import LLMEngine
+from engine import assemble, registry
 from engine.attention.torch_paged import gather_plan
+from engine.config import SchedulerConfig, VllmConfig
+from engine.llm_engine import LLMEngine
+from engine.model import llama, loader
 from engine.quantization import kv_cache, kv_codes, kv_decode, kv_write
-from lab import cli, offline_run, roofline
+from engine.request import Request, SamplingParams
+from lab import cli, offline_run, roofline, timing
+from support import needs, scripts
+from support.close import assert_close
 
 lesson, page = registry.lesson("05d_kv_cache_quantization"), cli.numbers("05d_kv_cache_quantization")
 paged = registry.lesson("02_paged_attention")

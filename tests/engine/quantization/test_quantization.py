@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 import dataclasses
 import functools
@@ -15,23 +17,21 @@ import subprocess
 import sys
 import types
 
-import common
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from engine import registry
+from engine.core.engine_core import EngineCore
+from engine.llm import make_llm_engine
+from engine.model import folders, llama, loader
+from engine.model.packed_linear import PackedLinear
+from engine.request import Request, SamplingParams
 from lab import cli, recorded
 from lab.hardware import HARDWARE
 from support.close import assert_close
-from engine.model import folders, llama, loader
-from engine.model.packed_linear import PackedLinear
 from support.runners import runner_of
-from engine.llm import make_llm_engine
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.core.engine_core import EngineCore
 
 lesson, page = registry.lesson("05b_quantization"), cli.numbers("05b_quantization")
 from engine.quantization import (

@@ -17,24 +17,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support import tokenizing
 from engine import registry
+from engine.config import VllmConfig
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
-from engine.config import VllmConfig
-from engine.llm_engine import LLMEngine
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.llm import LLM
-from engine.sampling.sampler import SamplingState
-from engine.spec_decode.drafters import Draft, SpeculativeConfig
-from engine.spec_decode.verifier import DraftedState
-
+from engine.request import Request, SamplingParams
 from engine.sampling import token_rules as lesson
+from engine.sampling.sampler import SamplingState
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.openai.app import build_app
+from engine.spec_decode.drafters import Draft, SpeculativeConfig
+from engine.spec_decode.verifier import DraftedState
 from lab import naive
-
+from support import tokenizing
 
 speculation = registry.lesson("07_spec_decode")
 async_engine, openai_api = registry.lesson("06e_async_engine"), registry.lesson("06f_openai_api")

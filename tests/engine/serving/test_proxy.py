@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import contextlib
 import json
@@ -10,20 +12,19 @@ import subprocess
 import sys
 import time
 
-import common
 import httpx
 import pytest
-from support.ports import free_ports
-from support.transfers import PROMPT, SEED, WIRES, counts, drain, make_request, pair
 
 from engine import arguments
-from engine.model import llama
 from engine.kv_transfer import links
 from engine.kv_transfer.frames import read_frame
 from engine.kv_transfer.params import give_up
+from engine.model import llama
 from engine.serving import proxy as proxy_module
 from engine.serving.proxy import Proxy, add_proxy_command, build_proxy
 from lab.running_server import running_server
+from support.ports import free_ports
+from support.transfers import PROMPT, SEED, WIRES, counts, drain, make_request, pair
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import copy
 import dataclasses
 import functools
@@ -13,37 +15,32 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
 import numpy as np
 import pytest
-from engine import registry
-from lab import cli
-from support.close import assert_close
-from engine.config import SchedulerConfig
-from engine.sampling import sampler
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
-from engine.request import Request
-from engine.spec_decode import verifier
-from engine.core.engine_core import EngineCore
-from engine.sampling.sampler import uniforms
-from engine.core.scheduler import make_scheduler
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.scripts import execute, script_job
 
+from engine import registry
+from engine.config import SchedulerConfig, VllmConfig
+from engine.core.engine_core import EngineCore
+from engine.core.scheduler import make_scheduler
 from engine.model import folders, llama, loader
-from engine.request import SamplingParams
-from engine.spec_decode import trained
-from lab import tree as trees
+from engine.request import Request, SamplingParams
+from engine.sampling import sampler
+from engine.sampling.sampler import uniforms
+from engine.spec_decode import trained, verifier
 from engine.spec_decode.drafters import Draft, DraftContext, Drafter, SpeculativeConfig
-from lab.tree import Tree
+from engine.worker.assemble import make_runner
+from lab import cli, drafts_ahead, naive
 from lab import drafter_training as training
-from lab import drafts_ahead, naive
+from lab import tree as trees
+from lab.tree import Tree
+from support.close import assert_close
 from support.networks import random_network
+from support.scripts import execute, script_job
 
 lesson, page = registry.lesson("07b_trained_drafters"), cli.numbers("07b_trained_drafters")
 speculative = registry.lesson("07_spec_decode")

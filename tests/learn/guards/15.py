@@ -1,7 +1,7 @@
+from engine.core.block_pool import BlockPool
 from engine.lora.config import LoRAConfig
 from engine.lora.lora_model import random_adapter
 from engine.lora.manager import LoRAModelManager
-from engine.core.block_pool import BlockPool
 from engine.model import llama
 
 

@@ -5,13 +5,14 @@ Owns their cases; called by the grader. It never grades.
 
 from __future__ import annotations
 
+import common
+
 import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import common
 import torch
 
 from engine.config import SchedulerConfig

@@ -5,6 +5,8 @@ Owns their cases; called by the grader. It never grades.
 
 from __future__ import annotations
 
+import common
+
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,7 +14,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import common
 import torch
 
 from learn import pictures

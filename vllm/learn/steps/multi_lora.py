@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from engine.lora import lora_model
 from engine.lora.layers import NONE, LoRAKernelMeta
 from engine.lora.lora_model import LayerShape, LoRAModel
 from engine.lora.memory import LoRATables, SlotMemory
 from engine.model import llama
-from engine.lora import lora_model
 from learn import pictures
 from learn.step import Case, Context, Step
 

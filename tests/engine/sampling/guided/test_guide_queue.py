@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import functools
 import json
@@ -10,18 +12,16 @@ import threading
 import time
 from pathlib import Path
 
-import common
 import pytest
 
 pytest.importorskip("llguidance")
-from engine.request import Request, SamplingParams
-from engine.serving.core_proc import EngineCoreProc
-from engine.serving.letters import EngineCoreRequestType
-from engine.sampling.guided import guide_queue as lesson
 from engine.errors import QueueOverflowError
+from engine.request import Request, SamplingParams
+from engine.sampling.guided import guide_queue as lesson
 from engine.sampling.guided import limits
 from engine.sampling.guided.vocabulary import Vocabulary
-
+from engine.serving.core_proc import EngineCoreProc
+from engine.serving.letters import EngineCoreRequestType
 
 ENDLESS = {"json": {"type": "integer", "multipleOf": 9_999_991}}  # 42 characters, and an automaton of gigabytes
 EASY = {"json": {"type": "boolean"}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import contextlib
 import json
 import math
@@ -9,31 +11,30 @@ import random
 import re
 import time
 
-import common
 import numpy as np
 import pytest
-from engine import registry
-from lab import cli
-from engine.llm import LLM
-from engine.sampling.guided.manager import StructuredOutputManager
-from engine.sampling.detokenizer import TokenBytes
-from engine.core.scheduler import Scheduler
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine import registry
+from engine.core.scheduler import Scheduler
+from engine.llm import LLM
 from engine.model import llama
 from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
+from engine.sampling.detokenizer import TokenBytes
 from engine.sampling.guided import bitmask, limits, reader_process, structured_outputs
 from engine.sampling.guided.automaton import DFA, NFA
 from engine.sampling.guided.characters import LAST, characters, complement
 from engine.sampling.guided.expressions import ALL_BYTES, restrict
 from engine.sampling.guided.guidance import GuidanceGrammar
 from engine.sampling.guided.json_schemas import read_schema
+from engine.sampling.guided.manager import StructuredOutputManager
 from engine.sampling.guided.regex_guide import RegexGuide
 from engine.sampling.guided.token_trie import TokenTrie
+from lab import cli
 
 lesson, page = registry.lesson("06b_guided_decoding"), cli.numbers("06b_guided_decoding")
 REGEX = {"regex": r"[a-z]{2,5}-\d{1,3}"}
