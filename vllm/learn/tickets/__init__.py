@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from learn.incident import Incident
-from learn.tickets import decisions
+from learn.tickets import decisions, serving
 
-ALL: tuple[Incident, ...] = (*decisions.TICKETS,)
+ALL: tuple[Incident, ...] = (*decisions.TICKETS, *serving.TICKETS)
