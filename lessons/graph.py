@@ -22,6 +22,7 @@ ABOVE = ("llm", "llm_engine", "engine_args", "front_end", "assemble")  # files t
 LABELS = {
     "lessons": "the lessons",
     "tours": "tours: stories over the engine's files",
+    "learn": "learn: parts to write oneself, graded",
     "lab": "lab: what is measured and simulated",
     "llm": "LLM, EngineArgs, front end",
     "seams": "seams, registry, requests, limits",
@@ -58,7 +59,7 @@ def room_of(module: str) -> str | None:
         return gathered(rest[0]) if rest else None
     if first == "common":
         return BELOW
-    return first if first in ("lab", "tours") else None
+    return first if first in ("lab", "learn", "tours") else None
 
 
 def imports() -> set[tuple[str, str]]:
@@ -120,7 +121,11 @@ def draw() -> str:
     """The graph in mermaid's language."""
     lines = ["graph TD", f"  subgraph lessons [{LABELS['lessons']}]"]
     lines += [f'    L{number}["{number} {title}"]' for number, title in titles().items()]
-    lines += ["  end", *(f'  {room}["{LABELS[room]}"]' for room in ("tours", "lab")), "  subgraph engine [the engine]"]
+    lines += [
+        "  end",
+        *(f'  {room}["{LABELS[room]}"]' for room in ("learn", "tours", "lab")),
+        "  subgraph engine [the engine]",
+    ]
     for i, rooms in enumerate(layers()):
         lines += [
             f"    subgraph layer{i} [ ]",

@@ -133,7 +133,7 @@ def sample_rows(
         has_q = draft_rows[rows] >= 0
         q = draft_probs[draft_rows[rows]].where(has_q[:, None], 0)  # without a q, p − 0 is p. [N, V]
         p_d, q_d = (x.gather(1, d.clamp(min=0)[:, None]).flatten() for x in (p, q))
-        stands = has_q & (accept_u[rows] * q_d < p_d)  # in fp64, as u is
+        stands = has_q & (accept_u[rows] * q_d < p_d) & p.sum(1).isfinite()  # u in fp64; no token from NaN or ∞
         p = residual(p, q)
     token_ids = most_probable(scores)
     token_ids[rows] = torch.where(stands, d, draw_tokens(p, draw_u[rows].cpu().numpy()))

@@ -1,17 +1,49 @@
-"""What the flags of a served engine refuse before anything starts."""
+"""An engine's arguments: what is refused, and what each of several engines is started with."""
 
 from __future__ import annotations
 
 import common
 
+import dataclasses
+
 import pytest
 
 from engine.engine_args import EngineArgs
 
+TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}'
+STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": "x"}}'
+
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
+    [({"trust_remote_code": True}, "refused"), ({"speculative_config": '{"method": "magic"}'}, "method"),
+     ({"lora_modules": ["a=b"]}, "--enable-lora"),
+     ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
+     ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
+     ({"kv_cache_gib": 1e9}, "at most 1048576"), ({"max_model_len": 1}, "at least 2"),
+     ({"max_num_seqs": 10**20}, "at most 65536"), ({"served_model_name": [""]}, "must not be empty"),
+     ({"served_model_name": ["a", ""]}, "must not be empty"),
+     ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
+     ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
+     ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
+     ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
+     ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
+     ({"kv_transfer_config": STORE, "data_parallel_size": 2}, "not together with workers or several engines"),
+     *(({name: value}, f"{name} {value!r}: must be a whole number of at least {low}")
+       for name, low in (("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
+                         ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
+                         ("data_parallel_start_rank", 0), ("api_server_count", 1), ("block_size", 1))
+       for value in (low - 1, "x", 1.0, True)),
+     *(({name: value}, f"{name} {value!r}: must be a number above 0")
+       for name in ("gpu_memory_utilization", "kv_cache_gib") for value in (0, -1, "x", float("nan"), True)),
+     ({"dtype": "x"}, "dtype 'x': must be one of auto, float32"),
+     ({"override_generation_config": "[1]"}, "must be a JSON object"),
+     *(({"enable_lora": True} | limits, name) for name, limits in (
+         ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
+         ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
+     ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+     ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1"),
+     ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
      ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
      ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
      ({"data_parallel_size": 2, "headless": True}, "data_parallel_start_rank"),
@@ -28,3 +60,31 @@ def test_flags_that_are_refused(wrong, words):
 
 def test_the_last_engines_may_be_elsewhere():
     EngineArgs(data_parallel_size=4, headless=True, data_parallel_size_local=2, data_parallel_start_rank=2)
+
+
+def test_each_of_several_engines_listens_at_ports_of_its_own():
+    config = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 5000, "engine_id": "e"}
+    args = EngineArgs(kv_transfer_config=config, tensor_parallel_size=2, data_parallel_size=3)
+    third = args.for_engine(2)
+    assert (third.kv_transfer.kv_port, third.kv_transfer.engine_id) == (5004, "e_dp2"), (
+        "behind four ranks of two others"
+    )
+    assert third.kv_transfer_config == dataclasses.asdict(third.kv_transfer) and third.data_parallel_size == 3
+    assert args.kv_transfer.kv_port == 5000 and args.for_engine(0).kv_transfer.kv_port == 5000
+    assert EngineArgs(kv_transfer_config=TRANSFER, data_parallel_size=2).for_engine(1).kv_transfer.kv_port == 0
+    assert (plain := EngineArgs(data_parallel_size=2)).for_engine(1) is plain
+
+
+@pytest.mark.parametrize(
+    ("usage", "named", "limits"),
+    [("LLM", {}, (512, 256, 4096)), ("serve", {}, (512, 64, 8192 if common.HAS_GPU else 512)),
+     ("LLM", {"max_num_batched_tokens": 10}, (512, 10, 10)), ("serve", {"max_num_batched_tokens": 8}, (512, 8, 8)),
+     ("LLM", {"max_num_seqs": 5000, "max_model_len": 64}, (64, 5000, 5000)),
+     ("LLM", {"max_num_batched_tokens": 8, "enable_chunked_prefill": False}, (512, 8, 512))],
+)  # fmt: skip
+def test_what_nobody_named_comes_from_the_model_and_the_usage(tiny_model, usage, named, limits):
+    args = EngineArgs(**named).filled_in(usage, tiny_model.config)
+    assert (args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens) == limits
+    assert args.filled_in("LLM", tiny_model.config) == args, "once is enough"
+    config = args.scheduler_config()
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == limits

@@ -442,6 +442,20 @@ def test_a_row_that_leaves_no_token_says_so_on_both_paths(greedy, with_q):
     assert tokens[1:13:2] == [-1] * 6 and 0 <= tokens[13] < 300
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_draft_that_stands_in_a_broken_row_is_no_token_on_both_paths(bad):
+    """Its own score is sound and q is below it, but something else in the row of the target is not."""
+    p, q = torch.zeros(2, 300), torch.zeros(1, 300)
+    p[:, 3], q[0, 3] = 0.9, 0.5
+    p[0, 290] = bad
+    tokens, n = both_paths(
+        scores=p, draft_token_ids=torch.tensor([3, -1]), cu_num_sampled_tokens=torch.tensor([0, 2]),
+        is_greedy=torch.tensor([False] * 2), draw_u=torch.tensor([0.5] * 2).double(),
+        accept_u=torch.zeros(2).double(), draft_probs=q, draft_rows=torch.tensor([0, -1]),
+    )  # fmt: skip
+    assert tokens[0] == -1 and n == [1]
+
+
 def test_a_draft_drawn_from_nan_is_replaced_by_a_draw_from_p_on_both_paths():
     """A broken drafter costs drafts, and no answer."""
     p = torch.rand(300, generator=torch.Generator().manual_seed(3)).softmax(0)

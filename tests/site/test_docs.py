@@ -16,6 +16,7 @@ from support.documents import LESSONS, PAGES, TOLD
 from engine import arguments
 from engine.serving.cli import add_serve_command
 from engine.serving.proxy import add_proxy_command
+import learn.cli
 from lab import replay
 from lab.bench import add_bench_commands
 from support.scripts import output_of
@@ -103,6 +104,8 @@ def test_commands_are_accepted(page):
         assert script.is_file(), f"{page.name}: {script.name} does not exist"
         if script == common.HERE / "__main__.py" and words[0] == "replay":
             replay.build_parser().parse_args(words[1:])
+        elif script == common.HERE / "__main__.py" and words[0] == "learn":
+            learn.cli.build_parser().parse_args(words[1:])
         elif script == common.HERE / "__main__.py":
             package_parser().parse_args(words)
         elif script.parent.name == "lab":
@@ -252,7 +255,7 @@ def test_the_house_is_drawn_from_the_imports():
     """README's graph is what `lessons/graph.py` draws, its arrows go down, and all lessons and rooms are in it."""
     (drawn,) = [b.body for b in documents.blocks(common.ROOT / "README.md") if b.language == "mermaid"]
     assert drawn.rstrip() == graph.draw(), "uv run python lessons/graph.py"
-    order = ["lessons", "tours", "lab", *itertools.chain(*graph.layers()), "common"]
+    order = ["learn", "lessons", "tours", "lab", *itertools.chain(*graph.layers()), "common"]
     beside = [{"lessons", "tours"}, *map(set, graph.layers())]
     for a, b in graph.imports():
         assert order.index(a) < order.index(b) or any({a, b} <= rooms for rooms in beside), f"{a} --> {b}"

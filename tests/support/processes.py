@@ -46,7 +46,7 @@ def together(nodeid: str) -> str:
 
 
 BY_LESSON = ("test_docs.py", "test_pretend_gpu.py", "test_scripts.py")
-LONGEST = (*BY_LESSON, "test_kernels.py", "test_06_serving.py", "test_widget_sims.py", "test_site.py")
+LONGEST = (*BY_LESSON, "test_kernels.py", "test_official_client.py", "test_widget_sims.py", "test_site.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
 import signal
 import subprocess
@@ -134,7 +135,7 @@ def asked(step: Step, mine: ModuleType, context: Context, seed: int) -> Verdict:
         before = [kernel.launches for kernel in kernels]
         about = {"cases": right, "given": case.given, "seed": seed}
         try:
-            with common.use_kernels() if kernels else contextlib.nullcontext(), no_luck():
+            with common.use_kernels() if kernels else contextlib.nullcontext(), no_luck(context):
                 got = case.run()
         except Exception as error:
             return Verdict("broken", message=where(error, step.lesson), expected=shown(case.expected), **about)
@@ -151,20 +152,25 @@ def asked(step: Step, mine: ModuleType, context: Context, seed: int) -> Verdict:
 
 
 @contextlib.contextmanager
-def no_luck() -> Iterator[None]:
-    """Memory that nobody has filled is full of NaN, where it might hold the right answer from before."""
+def no_luck(context: Context) -> Iterator[None]:
+    """Memory that nobody has filled is full of NaN, where it might hold the right answer from before; floats stand
+    between fences, so that a mask that is missing is found before it ends the process."""
 
     def filled(make: Any) -> Any:
         def empty(*shape: Any, **more: Any) -> torch.Tensor:
             x = make(*shape, **more)
             if x.device.type == "meta":
                 return x
-            return x.fill_(torch.nan if x.dtype.is_floating_point else torch.iinfo(x.dtype).max // 2)
+            if not x.dtype.is_floating_point:
+                return x.fill_(torch.iinfo(x.dtype).max // 2)
+            x.fill_(torch.nan)
+            return context.fence(x) if make is empty_memory and x.device.type == context.device.type else x
 
         return empty
 
+    empty_memory = torch.empty
     like = mock.patch.object(torch, "empty_like", filled(torch.empty_like))
-    with mock.patch.object(torch, "empty", filled(torch.empty)), like:
+    with mock.patch.object(torch, "empty", filled(empty_memory)), like:
         yield
 
 
@@ -209,8 +215,11 @@ def check(step: Step, file: Path, seed: int) -> Verdict:
     """The verdict, reached in a process of its own."""
     command = [sys.executable, "-m", "vllm.learn.grader", step.id, str(file.absolute()), str(seed)]
     start = time.monotonic()
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # cases are small, and others may need the machine
     try:
-        done = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True, timeout=LIMIT + 20)
+        done = subprocess.run(
+            command, cwd=common.ROOT, env=one_thread, capture_output=True, text=True, timeout=LIMIT + 20
+        )
     except subprocess.TimeoutExpired:
         return Verdict("broken", message=f"no answer after {time.monotonic() - start:.0f} s", seed=seed)
     if done.returncode == -signal.SIGALRM:

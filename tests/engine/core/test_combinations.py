@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import tempfile
 from collections import Counter, deque
@@ -302,6 +303,7 @@ class Sent:
 
 # Choices within a rule are drawn uniformly, in place of from strategies: these repeat themselves, to shrink well.
 dice = st.randoms(use_true_random=True)
+STORES = itertools.count()  # the next one's folder
 
 
 class Combinations(RuleBasedStateMachine):
@@ -334,7 +336,7 @@ class Combinations(RuleBasedStateMachine):
         self.answers: dict[str, list[int]] = {}
         drafts, drafter = self.draw_drafts(rng)
         self.draw_adapters(rng, kind)
-        self.folder = Path(tempfile.mkdtemp()) if kind == "store" else None
+        self.folder = Path(tempfile.gettempdir()) / f"blocks-{os.getpid()}-{next(STORES)}" if kind == "store" else None
         self.connector = self.make_connector(rng, kind)
         config = VllmConfig(
             kv_cache_dtype=self.kv_cache_dtype, enforce_eager=True, async_scheduling=self.ahead,

@@ -252,7 +252,7 @@ class DraftVerifier:
         requests, ends, hidden = self.ran or ((), (), None)
         for request, end in zip(requests, ends):
             new, drafts = sampled.get(request.request_id, []), self.drafts.get(request.request_id, ())
-            fallen = max(0, len(drafts) + 1 - len(new)) if drafts else 0
+            fallen = len(drafts) + 1 - len(new) if drafts else 0
             self.computed[request.request_id] = request.num_computed_tokens - fallen
             self.draft_probs.pop(request.request_id, None)
             if hidden is not None and self.drafter.needs_hidden:

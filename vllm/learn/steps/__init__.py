@@ -13,11 +13,16 @@ from learn.step import Step
 FILES = {
     "01": "kv_cache",
     "02": "paged_attention",
+    "03": "flash_attention",
     "04": "continuous_batching",
     "05": "optimizations",
     "06": "serving",
+    "07": "spec_decode",
     "08": "disagg",
+    "09": "gqa",
+    "10": "chunked_prefill",
     "11": "preemption",
+    "12": "multi_lora",
 }
 
 

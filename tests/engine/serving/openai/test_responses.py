@@ -1,7 +1,6 @@
-"""Lesson 06f1: whoever has every event of a response has the response, and a request says what its chat would say."""
+"""Whoever has every event of a response has the response, and what is kept is its key's own."""
 
 from __future__ import annotations
-
 
 import asyncio
 import json
@@ -11,23 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import registry
 from engine.errors import EngineDeadError
-from engine.serving.openai.tools import structured_outputs
-from engine.serving.collector import RequestOutputCollector
-from engine.serving.openai import responses as lesson
-from engine.front_end import CompletionOutput
+from engine.front_end import CompletionOutput, RequestOutput
 from engine.sampling.sampler import Logprob
+from engine.serving.collector import RequestOutputCollector
+from engine.serving.openai import responses
 from engine.serving.openai.app import build_app
-from engine.serving.openai.chat_template import messages_for_template
 from engine.serving.openai.responses import Kept, ResponseWriter, Stored
-from engine.serving.openai.responses_protocol import ResponsesRequest, as_chat
+from engine.serving.openai.serving import OpenAIServing
+from support.scripted_api import Calling, ScriptedLLM, call
 
-openai_api = registry.lesson("06f_openai_api")
 USAGE = {"input_tokens": 1}
 
 
-class Script(openai_api.ScriptedLLM):
+class Script(ScriptedLLM):
     """Says `pieces`, one letter each, if the reader keeps up; an exception in their place is raised."""
 
     def __init__(self, pieces=("Par", "is", "."), reason="stop", logprobs=False):
@@ -46,24 +42,18 @@ class Script(openai_api.ScriptedLLM):
                 found = [{i: Logprob(-1.0, 1, text)} for i, text in enumerate(texts)] if self.logprobs else None
                 answer = CompletionOutput(0, "".join(texts), [*range(len(texts))], logprobs=found,
                                                   finish_reason=None if waiting else self.reason)  # fmt: skip
-                return openai_api.RequestOutput(request_id, prompt["prompt"], ids, [answer], not waiting, 2)
+                return RequestOutput(request_id, prompt["prompt"], ids, [answer], not waiting, 2)
 
         return Collector(request_id)
 
 
-class Calling(openai_api.OpenAIServing):
-    enable_auto_tool_choice, tool_call_parser = True, "hermes"
-
-    async def check_constraint(self, *about): ...
-
-
-def serve(*script, kind=openai_api.OpenAIServing, **about):
+def serve(*script, kind=OpenAIServing, **about):
     llm = Script(*script, **about)
     return llm, build_app(kind(llm, ["smol"]))
 
 
 def ask(app, body, path="/v1/responses", **about):
-    return asyncio.run(openai_api.call(app, path, body, **about))
+    return asyncio.run(call(app, path, body, **about))
 
 
 def events_of(text):
@@ -117,6 +107,7 @@ def read(events):
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
+
 
 text_delta = st.builds(lambda text: {"content": text}, st.text("ab ", max_size=3))
 begin = st.builds(lambda name, text: ("begin", name, text), st.sampled_from("fg"), st.sampled_from(["", "{"]))
@@ -250,6 +241,7 @@ def test_whoever_hangs_up_is_forgotten():
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
+
 X = {"input": "x"}
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 
@@ -305,80 +297,6 @@ def test_half_a_surrogate_pair_is_refused_in_every_field(field, given, stream):
     assert not llm.added
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
-@pytest.mark.parametrize("said", [{}, {"parameters": None}, {"parameters": {}}])
-def test_a_function_that_names_no_parameters_has_none(said, choice):
-    import llguidance
-    from engine.sampling.guided.guidance import read_grammar
-    from engine.sampling.guided.structured_outputs import normalize
-
-    chat = chat_of(input=[{"role": "user", "content": "x"}], tools=[{"type": "function", "name": "f", **said}],
-                   tool_choice=choice)  # fmt: skip
-    field, constraint = structured_outputs(chat)
-
-    def matches(arguments):
-        text = f'[{{"name": "f", "parameters": {arguments}}}]' if choice == "required" else arguments
-        matcher = read_grammar(llguidance.LLTokenizer("byte"), *normalize(constraint))
-        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
-
-    assert field == "tools" and matches("{}") and not matches('{"x": 1}')
-
-
-def chat_of(**fields):
-    body = ResponsesRequest(**fields)
-    return as_chat(body, body.input)
-
-
-def test_items_are_messages():
-    said = [
-        {"role": "developer", "content": "D"},
-        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "…"},
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-         "content": [{"type": "output_text", "text": "c", "annotations": []}]},
-        {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": '{"x": 1}', "status": None},
-        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "one"},
-        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
-        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
-        {"type": "message", "role": "assistant", "content": "said with it"},
-        {"role": "assistant", "content": "said after it"},
-        {"role": "user", "content": "e"},
-    ]  # fmt: skip
-    chat = chat_of(input=said, instructions="I")
-
-    def call(i, name, arguments):
-        return {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-    assert messages_for_template(chat.messages) == [
-        {"role": "system", "content": "I"}, {"role": "system", "content": "D"}, {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "c", "tool_calls": [call("1", "f", {"x": 1}), call("2", "g", {})]},
-        {"role": "tool", "content": "one", "tool_call_id": "1"},
-        {"role": "tool", "content": "two", "tool_call_id": "2"},
-        {"role": "assistant", "content": "said with it", "tool_calls": [call("3", "f", {})]},
-        {"role": "assistant", "content": "said after it"}, {"role": "user", "content": "e"},
-    ]  # fmt: skip
-
-
-def test_fields_are_fields_of_a_chat():
-    schema = {"type": "object"}
-    chat = chat_of(
-        input="x", tools=[TOOL], tool_choice={"type": "function", "name": "f"}, parallel_tool_calls=False,
-        text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}, "verbosity": "low"},
-        reasoning={"effort": "low", "summary": "auto"}, temperature=0.5, seed=3, stop=["."], stream=True, user="u",
-        max_output_tokens=7, top_k=4, stream_options={"include_obfuscation": False}, store=False, service_tier="auto",
-    )  # fmt: skip
-    assert chat.tools[0].function.model_dump() == {"name": "f", "description": "d", "parameters": schema}
-    assert chat.tool_choice.function.name == "f" and chat.parallel_tool_calls is False
-    assert chat.response_format.json_schema.schema_ == schema and chat.verbosity == "low"
-    assert (chat.reasoning_effort, chat.temperature, chat.seed, chat.stop) == ("low", 0.5, 3, ["."])
-    assert (chat.stream, chat.max_completion_tokens, chat.top_k, chat.n) == (True, 7, 4, 1)
-    plain = chat_of(input="x", tool_choice="auto", tools=[])
-    assert (plain.tools, plain.tool_choice, plain.logprobs, plain.temperature) == (None, None, False, None)
-    assert chat_of(input="x", text={"format": {"type": "json_object"}}).response_format.type == "json_object"
-    assert chat_of(input="x", text={"format": {"type": "text"}}).response_format is None
-
-
 def test_a_response_says_what_it_was_made_with():
     """What vLLM 0.32 repeats, by a recorded answer."""
     _, app = serve()
@@ -401,19 +319,6 @@ def test_what_is_too_long_is_cut_if_its_client_says_so(given):
     ((_, prompt, _),) = llm.added
     assert heard.json["truncation"] == "auto" and heard.json["usage"]["input_tokens"] == 511
     assert prompt["prompt_token_ids"] == [*b"x" * 211, *b"y" * 300]
-
-
-@pytest.mark.parametrize(
-    ("role", "status", "open_end"),
-    [("assistant", "incomplete", True), ("assistant", "in_progress", True), ("assistant", "completed", False),
-     ("assistant", None, False)],
-)  # fmt: skip
-def test_a_message_that_is_marked_as_unfinished_goes_on(role, status, open_end):
-    said = {"type": "message", "role": role, "content": [{"type": "output_text", "text": "Sure,"}], "status": status}
-    question = {"role": "user", "content": "a"}
-    chat = chat_of(input=[question, said])
-    assert (chat.continue_final_message, chat.add_generation_prompt) == (open_end, not open_end)
-    assert not chat_of(input=[question, said, question]).continue_final_message
 
 
 def test_what_was_asked_stands_in_the_answer():
@@ -462,8 +367,6 @@ def test_an_item_is_found_among_others():
     found = events_of(ask(app, X | {"tools": [TOOL], "stream": True}).text)[-1]["response"]
     ask(app, {"input": [{"type": "item_reference", "id": item["id"]} for item in found["output"][2:]]})
     assert llm.added[1][1]["prompt"] == "done"
-    chat = chat_of(input=[{"type": "function_call", "call_id": "1", "name": "f", "arguments": None}])
-    assert messages_for_template(chat.messages)[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize("fields", [
@@ -494,7 +397,7 @@ KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in "ab"}
 
 def serve_two(**about):
     llm = Script(**about)
-    return llm, build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
+    return llm, build_app(OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
 
 
 @pytest.mark.parametrize("how", ["header", "field"])
@@ -542,7 +445,7 @@ def test_a_salt_is_its_keys_own():
             return super().add_request(*about, **more)
 
     llm = Salted()
-    app = build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
+    app = build_app(OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
     for who, salt in (("a", "1"), ("b", "1"), ("a", "1"), ("a", "2"), ("a", None)):
         for path, body in (("/v1/responses", X), ("/v1/completions", {"prompt": "x"})):
             ask(app, body | {"cache_salt": salt}, path, headers=KEYS[who])
@@ -571,7 +474,7 @@ def test_the_oldest_makes_room():
 def test_a_conversation_takes_the_room_of_its_key(monkeypatch):
     """Of all that was said, with the request's own fields; what one key keeps, displaces nothing of another's."""
     _, app = serve_two()
-    monkeypatch.setattr(lesson, "STORE_BYTES", 2 * 20_000)
+    monkeypatch.setattr(responses, "STORE_BYTES", 2 * 20_000)
     alice = ask(app, X, headers=KEYS["a"]).json
 
     def is_kept(found, who):
