@@ -130,6 +130,7 @@ def stopped(pieces, **params):
         (["ab", "cd", "ef"], {"stop": "bc"}, "a", "bc", 2),  # across tokens
         (["ab", "cd", "ef"], {"stop": "bc", "include_stop_str_in_output": True}, "abc", "bc", 2),
         (["a", "b", "c", "d"], {"stop": ["abcd"]}, "", "abcd", 4),  # longer than any token
+        (["a", "b", "c", "d"], {"stop": ["x", "bcd"]}, "a", "bcd", 4),  # across tokens, beside a shorter one
         (["xaby"], {"stop": ["by", "ab"]}, "x", "ab", 1),  # the one that ends first
         (["ab", "ab", "c"], {"stop": "abc"}, "ab", "abc", 3),
         (["aaa"], {"stop": "aa"}, "", "aa", 1),

@@ -48,7 +48,8 @@ GUIDED = (
     "sampling/guided/regex_guide.py",
     "sampling/guided/vocabulary.py",
     "sampling/guided/automaton.py",
-    "spec_decode/verifier.py",
+    "sampling/guided/token_trie.py",
+    "sampling/guided/bitmask.py",
 )
 CACHE = ("core/kv_cache_manager.py", "core/block_pool.py", "request.py", "sampling/prompt_logprobs.py")
 
@@ -58,9 +59,9 @@ TICKETS = (
         title="One stop string hides the other",
         lesson="06",
         ticket="""
-Our chat clients send two stop strings, "\\n" and "USER:". Answers used to end at either of them. Now many answers run
-on past "USER:" until max_tokens, and the reader sees the model talk to itself. A client that sends "USER:" alone has
-no problem, and the newline always works.
+Our chat clients send two stop strings, "\\n" and "USER:". Answers used to end at either of them. Now many
+answers run on past "USER:" until max_tokens, and the reader sees the model talk to itself. A client that
+sends "USER:" alone has no problem, and the newline always works.
 """,
         evidence="""
 tokens of the answer: 'Yes' '.' ' US' 'ER' ':' ' and' ' then'
@@ -74,10 +75,10 @@ the same text, with ' USER:' as one token:
 '\\n','USER:'       USER:           3  ['Yes', '.', ' ']
 """,
         why="""
-The detokenizer keeps the last characters of the text, because a stop string may begin in one token and end in
-another. How many it keeps follows from the longest stop string; here it followed from the shortest one. With a
-newline in the list nothing was kept, so "USER:" was found only inside of one token, and nothing of it was held back
-from the stream. vLLM's `stop_buffer_length` is that of the longest stop string, less one.
+The detokenizer keeps the last characters of the text, because a stop string may begin in one token and end
+in another. How many it keeps follows from the longest stop string; here it followed from the shortest one.
+With a newline in the list nothing was kept, so "USER:" was found only inside of one token, and nothing of
+it was held back from the stream. vLLM's `stop_buffer_length` is that of the longest stop string, less one.
 """,
         cause="sampling/detokenizer.py:IncrementalDetokenizer.__init__",
         old="self.reach = max(map(len, self.stop), default=1) - 1",
@@ -89,9 +90,10 @@ from the stream. vLLM's `stop_buffer_length` is that of the longest stop string,
         title="A small frequency penalty becomes a large one",
         lesson="04",
         ticket="""
-Users who set frequency_penalty 0.2 tell us that short answers are good, and long ones end in rare words and nonsense.
-Without a penalty the same prompts give good long answers, and presence_penalty alone is good, too. One request alone
-in the server shows it. The evidence is one request in which the model wants token 5 every time.
+Users who set frequency_penalty 0.2 tell us that short answers are good, and long ones end in rare words and
+nonsense. Without a penalty the same prompts give good long answers, and presence_penalty alone is good,
+too. One request alone in the server shows it. The evidence is one request in which the model wants token 5
+every time.
 """,
         evidence="""
 logit of token 5 after the penalties; the model gives 10.0 in each step
@@ -113,10 +115,11 @@ what frequency_penalty 0.2 takes away:
   8 times    4.0  ####################
 """,
         why="""
-The counts of a request's tokens live from step to step, and each step adds what is new. The place up to which tokens
-are counted was set to the number of new tokens instead of moved on by it: from the third token on, earlier ones were
-counted again and again. Presence and repetition penalties ask only whether a token occurred, so they hid it. vLLM
-counts output tokens anew from their ids (`get_token_bin_counts_and_mask`), which costs more and cannot drift.
+The counts of a request's tokens live from step to step, and each step adds what is new. The place up to
+which tokens are counted was set to the number of new tokens instead of moved on by it: from the third token
+on, earlier ones were counted again and again. Presence and repetition penalties ask only whether a token
+occurred, so they hid it. vLLM counts output tokens anew from their ids (`get_token_bin_counts_and_mask`),
+which costs more and cannot drift.
 """,
         cause="sampling/sampler.py:SamplingState.count",
         old="self.num_counted += len(new)",
@@ -128,9 +131,9 @@ counts output tokens anew from their ids (`get_token_bin_counts_and_mask`), whic
         title="top_k 1 is not greedy",
         lesson="04",
         ticket="""
-A customer sends top_k 1 with temperature 0.8, because some guide says that this is the same as greedy. For most
-prompts it is. For one of them the answers of two seeds differ at the first token, although only one token should be
-left. Without top_k both answers are different from these, as they should be.
+A customer sends top_k 1 with temperature 0.8, because some guide says that this is the same as greedy. For
+most prompts it is. For one of them the answers of two seeds differ at the first token, although only one
+token should be left. Without top_k both answers are different from these, as they should be.
 """,
         evidence="""
 the model's logits for the first token (bf16 model, vocabulary of 6)
@@ -148,10 +151,11 @@ prompt B  top_k 2  temperature 0.8      5  1  1  5  5  5  5  5  1  5  1  5
 prompt B  temperature 0.0               1  1  1  1  1  1  1  1  1  1  1  1
 """,
         why="""
-Two tokens of prompt B have the same logit, which happens often in bf16 with its 8 bits. top_k keeps every token that
-is at least as probable as the k-th, so both stay, and the seed decides. What a sort does with equal values differs
-between devices; the engine's result must not. vLLM's top-k in PyTorch masks logits that are smaller than the k-th
-one, so ties stay there, too. Who wants the greedy choice asks for temperature 0.
+Two tokens of prompt B have the same logit, which happens often in bf16 with its 8 bits. top_k keeps every
+token that is at least as probable as the k-th, so both stay, and the seed decides. What a sort does with
+equal values differs between devices; the engine's result must not. vLLM's top-k in PyTorch masks logits
+that are smaller than the k-th one, so ties stay there, too. Who wants the greedy choice asks for
+temperature 0.
 """,
         suspects=TEXT,
     ),
@@ -160,9 +164,10 @@ one, so ties stay there, too. Who wants the greedy choice asks for temperature 0
         title="Answers are wrong once a seat has been used before",
         lesson="02",
         ticket="""
-After a restart all answers are right. After some minutes some answers are nonsense, and the share grows with uptime.
-The same prompt sent again is sometimes right. The number of blocks in use and the scheduler's block tables look sane,
-and nothing is ever preempted. With max_num_seqs 1 it begins with the second request.
+After a restart all answers are right. After some minutes some answers are nonsense, and the share grows
+with uptime. The same prompt sent again is sometimes right. The number of blocks in use and the scheduler's
+block tables look sane, and nothing is ever preempted. With max_num_seqs 1 it begins with the second
+request.
 """,
         evidence="""
 block_size 4, two seats; what one layer is told at a prompt's step
@@ -178,11 +183,11 @@ c ends
 e            11  [7, 5, 4]                 0 1 2 3 0 1 2 3 16 17 18
 """,
         why="""
-A seat's row of block numbers is filled once and then only appended to, up to a count of blocks that the row has. The
-count was not set to 0 for a new request, so the first blocks of the new table seemed to be there already. The row
-itself is cleared, so the new request wrote its first tokens into block 0, the null block, which belongs to nobody;
-all such requests overwrite one another there. vLLM's `BlockTable.add_row` sets `num_blocks_per_row[row_idx] = 0`
-before it appends.
+A seat's row of block numbers is filled once and then only appended to, up to a count of blocks that the row
+has. The count was not set to 0 for a new request, so the first blocks of the new table seemed to be there
+already. The row itself is cleared, so the new request wrote its first tokens into block 0, the null block,
+which belongs to nobody; all such requests overwrite one another there. vLLM's `BlockTable.add_row` sets
+`num_blocks_per_row[row_idx] = 0` before it appends.
 """,
         cause="worker/input_batch.py:InputBatch.add",
         old="self.num_tokens[row] = self.num_blocks[row] = 0",
@@ -194,9 +199,9 @@ before it appends.
         title="Slow clients get fewer log probabilities than tokens",
         lesson="06",
         ticket="""
-An evaluation job streams completions with logprobs 0 and complains that text and tokens are complete, while the list
-of log probabilities is shorter. It happens for its workers in another region and at high load, not in our tests on
-localhost. Requests without streaming are never affected. cumulative_logprob is right.
+An evaluation job streams completions with logprobs 0 and complains that text and tokens are complete, while
+the list of log probabilities is shorter. It happens for its workers in another region and at high load, not
+in our tests on localhost. Requests without streaming are never affected. cumulative_logprob is right.
 """,
         evidence="""
 one request of 8 tokens; the client reads after so many steps of the engine
@@ -215,10 +220,10 @@ reads after  event  text                          tokens  logprobs  cumulative
           3      3  w6 w7                              2         1        -4.0
 """,
         why="""
-What a stream's reader has not fetched yet is merged into one output, which grows. Text and token ids were appended,
-but the newest step's log probabilities took the place of the earlier ones. A reader that keeps up never has two
-pieces to merge, so nobody saw it on localhost. vLLM's `RequestOutput.add` appends the log probabilities of the next
-output as well.
+What a stream's reader has not fetched yet is merged into one output, which grows. Text and token ids were
+appended, but the newest step's log probabilities took the place of the earlier ones. A reader that keeps up
+never has two pieces to merge, so nobody saw it on localhost. vLLM's `RequestOutput.add` appends the log
+probabilities of the next output as well.
 """,
         cause="serving/collector.py:merge_outputs",
         old="have.logprobs = (have.logprobs or []) + piece.logprobs",
@@ -230,10 +235,10 @@ output as well.
         title="Only the first of a batch is right",
         lesson="03",
         ticket="""
-Our script computes attention over blocks with `AttentionMetadata.build`. A single prompt gives what the reference
-gives. In a batch the first sequence is right, and the others are not: they look as if their words stood at later
-places than they do. Two sequences in the other order: again the first one is right. For decoding, the error is small
-and grows with the batch.
+Our script computes attention over blocks with `AttentionMetadata.build`. A single prompt gives what the
+reference gives. In a batch the first sequence is right, and the others are not: they look as if their words
+stood at later places than they do. Two sequences in the other order: again the first one is right. For
+decoding, the error is small and grows with the batch.
 """,
         evidence="""
 block_size 4
@@ -256,10 +261,11 @@ a step of decoding
        query_start_loc [0, 1, 2, 3], seq_lens [6, 7, 5]
 """,
         why="""
-The new tokens of all sequences stand one behind the other, so token t of the flat batch is token t − start of its own
-sequence. Its position is that plus what was computed before. The start was left out, so every sequence was shifted by
-all tokens in front of it; the first one has none there. Both the rotation and the slot follow from the position, so
-keys also went to places where nobody reads them. vLLM builds positions from `query_start_loc` in the same way.
+The new tokens of all sequences stand one behind the other, so token t of the flat batch is token t − start
+of its own sequence. Its position is that plus what was computed before. The start was left out, so every
+sequence was shifted by all tokens in front of it; the first one has none there. Both the rotation and the
+slot follow from the position, so keys also went to places where nobody reads them. vLLM builds positions
+from `query_start_loc` in the same way.
 """,
         cause="attention/metadata.py:AttentionMetadata.build",
         old="positions = torch.arange(len(owner)) + (S - start_loc[1:])[owner]",
@@ -271,9 +277,9 @@ keys also went to places where nobody reads them. vLLM builds positions from `qu
         title="New conversations never find their own cache",
         lesson="06",
         ticket="""
-We run four engines behind the balancer `prefix`. In the first hour the prefix hit rate is 80 %, then it falls and
-stays low, until the server is restarted. Each engine's own cache is fine: a conversation that is sent to one engine
-by hand is found there. Conversations from the first hour still hit.
+We run four engines behind the balancer `prefix`. In the first hour the prefix hit rate is 80 %, then it
+falls and stays low, until the server is restarted. Each engine's own cache is fine: a conversation that is
+sent to one engine by hand is found there. Conversations from the first hour still hit.
 """,
         evidence="""
 4 engines, and the balancer remembers 6 blocks for each; a conversation comes three times,
@@ -301,10 +307,11 @@ conversation   engines of its turns   blocks remembered, of engines 0 to 3
      0 again   0
 """,
         why="""
-The balancer remembers which blocks it sent to which engine, and forgets some when an engine's cache must be full. It
-forgot the newest instead of the oldest: as soon as its memory was full, a new conversation was forgotten at once, and
-its next turn went to whoever was next. The engines kept the blocks, but other engines got the requests. A memory that
-stands for an LRU cache has to forget in the order in which the cache evicts.
+The balancer remembers which blocks it sent to which engine, and forgets some when an engine's cache must be
+full. It forgot the newest instead of the oldest: as soon as its memory was full, a new conversation was
+forgotten at once, and its next turn went to whoever was next. The engines kept the blocks, but other
+engines got the requests. A memory that stands for an LRU cache has to forget in the order in which the
+cache evicts.
 """,
         cause="serving/balancer.py:PrefixAwareBalancer.pick",
         old="self.sent[best].popitem(last=False)",
@@ -316,9 +323,10 @@ stands for an LRU cache has to forget in the order in which the cache evicts.
         title="Streams with a stop string are some characters behind",
         lesson="06",
         ticket="""
-Since a client added the stop string "</answer>", its stream is late: the first event has no text, and the text on the
-screen ends a word before the last token that the log shows. At the end all of it is there. TTFT as the client
-measures it went up by two tokens' time; our own metric did not change. Without the stop string all is as before.
+Since a client added the stop string "</answer>", its stream is late: the first event has no text, and the
+text on the screen ends a word before the last token that the log shows. At the end all of it is there. TTFT
+as the client measures it went up by two tokens' time; our own metric did not change. Without the stop
+string all is as before.
 """,
         evidence="""
 the same answer, streamed; text of each event
@@ -341,10 +349,10 @@ all text, stop </answer>     'The sky is blue at noon. '
 all text, include_stop_str   'The sky is blue at noon. </answer>'
 """,
         why="""
-Any of the last 8 characters may be the beginning of "</answer>", which has 9. Text that was sent cannot be taken
-back, so these characters wait until the next tokens show that they are none, or until the answer ends. With
-include_stop_str_in_output nothing has to be taken back, so nothing waits. vLLM does the same with its
-`stop_buffer_length`, and its time to first token counts tokens, not text.
+Any of the last 8 characters may be the beginning of "</answer>", which has 9. Text that was sent cannot be
+taken back, so these characters wait until the next tokens show that they are none, or until the answer
+ends. With include_stop_str_in_output nothing has to be taken back, so nothing waits. vLLM does the same
+with its `stop_buffer_length`, and its time to first token counts tokens, not text.
 """,
         suspects=STREAM,
     ),
@@ -353,9 +361,9 @@ include_stop_str_in_output nothing has to be taken back, so nothing waits. vLLM 
         title="The faster the drafts, the slower the metric",
         lesson="07",
         ticket="""
-We turned on speculative decoding. Clients see their answers in half the time, and e2e latency agrees with them. But
-request_time_per_output_token got no better, and request_generation_tokens says that answers have become shorter by
-half. vllm:generation_tokens_total and the bills of our customers did not change.
+We turned on speculative decoding. Clients see their answers in half the time, and e2e latency agrees with
+them. But request_time_per_output_token got no better, and request_generation_tokens says that answers have
+become shorter by half. vllm:generation_tokens_total and the bills of our customers did not change.
 """,
         evidence="""
 one request, 25 tokens, a step takes 50 ms; the drafts that are accepted come with a step
@@ -372,10 +380,10 @@ vllm:request_max_num_generation_tokens_sum                   25.000     13.000  
 vllm:request_time_per_output_token_seconds_sum                0.050      0.050      0.050
 """,
         why="""
-Each output of a step may carry several tokens when drafts are accepted. The counter of all tokens added them, but the
-request's own count went up by one per output. So the request seemed to have as many tokens as steps, and its time per
-token was the time per step, which drafts do not shorten. The gap between two outputs is counted once for a whole step
-in vLLM as well; the tokens are not.
+Each output of a step may carry several tokens when drafts are accepted. The counter of all tokens added
+them, but the request's own count went up by one per output. So the request seemed to have as many tokens as
+steps, and its time per token was the time per step, which drafts do not shorten. The gap between two
+outputs is counted once for a whole step in vLLM as well; the tokens are not.
 """,
         cause="serving/metrics.py:PrometheusStatLogger.record",
         old="times.last, times.tokens = now, times.tokens + n",
@@ -387,9 +395,10 @@ in vLLM as well; the tokens are not.
         title="Three bits are worse than two",
         lesson="05",
         ticket="""
-To save memory we went from an int4 KV cache to int3, on CPU machines. Answers became useless at once. Then we tried
-int2 out of curiosity, and it is bad but better than int3. Both plain and rotated 3-bit formats are broken, turboquant
-too, so the scales can hardly be the reason. A GPU machine with the same int3 cache answers well.
+To save memory we went from an int4 KV cache to int3, on CPU machines. Answers became useless at once. Then
+we tried int2 out of curiosity, and it is bad but better than int3. Both plain and rotated 3-bit formats are
+broken, turboquant too, so the scales can hardly be the reason. A GPU machine with the same int3 cache
+answers well.
 """,
         evidence="""
 4,096 values of N(0, 1): stored in a page, read again; relative error of the result
@@ -409,10 +418,11 @@ turboquant_2bit            2  0.350  ##############
 codes 0 to 7, stored with 3 bits: bytes 10001000 11011101 11110000  read: 0 1 2 3 2 3 2 3
 """,
         why="""
-A 3-bit code is stored in two planes: its two low bits in one, its high bit in the other. Reading has to shift each
-plane by the number of bits below it, which is 2 for the high bit. It was shifted by the plane's own width, 1, so the
-codes 4 to 7 came back as 2 or 3, the high bit written over the middle one. All other formats have a single plane that
-is not shifted, so they cannot show it. The kernels of a GPU unpack for themselves.
+A 3-bit code is stored in two planes: its two low bits in one, its high bit in the other. Reading has to
+shift each plane by the number of bits below it, which is 2 for the high bit. It was shifted by the plane's
+own width, 1, so the codes 4 to 7 came back as 2 or 3, the high bit written over the middle one. All other
+formats have a single plane that is not shifted, so they cannot show it. The kernels of a GPU unpack for
+themselves.
 """,
         cause="quantization/kv_codes.py:unpack",
         old="codes | (plane << below)",
@@ -424,9 +434,10 @@ is not shifted, so they cannot show it. The kernels of a GPU unpack for themselv
         title="Prompt lookup finds less than it could",
         lesson="07",
         ticket="""
-With the n-gram drafter (prompt_lookup_min 1, prompt_lookup_max 3) our code-editing traffic got half of the drafts
-that we knew from before the upgrade. The tokens are right, and of the drafts that are made as many are accepted as
-ever. Texts that repeat long passages word by word are not affected much; texts that repeat short phrases are.
+With the n-gram drafter (prompt_lookup_min 1, prompt_lookup_max 3) our code-editing traffic got half of the
+drafts that we knew from before the upgrade. The tokens are right, and of the drafts that are made as many
+are accepted as ever. Texts that repeat long passages word by word are not affected much; texts that repeat
+short phrases are.
 """,
         evidence="""
 drafts of at most 3 tokens after each token that was written (the prompt: the cat saw the)
@@ -449,10 +460,11 @@ drafts of at most 3 tokens after each token that was written (the prompt: the ca
  18  ran        -
 """,
         why="""
-The index remembers where each n-gram ended first, and only those that have a continuation may be in it. Here the last
-n-gram of the text was entered as well. If the last three tokens were new together, they were found, by themselves,
-with nothing behind them; the drafter then gave an empty draft instead of trying two tokens, or one. Only a repetition
-of the longest n gave drafts. vLLM's lookup does not match the suffix with itself either.
+The index remembers where each n-gram ended first, and only those that have a continuation may be in it.
+Here the last n-gram of the text was entered as well. If the last three tokens were new together, they were
+found, by themselves, with nothing behind them; the drafter then gave an empty draft instead of trying two
+tokens, or one. Only a repetition of the longest n gave drafts. vLLM's lookup does not match the suffix with
+itself either.
 """,
         cause="spec_decode/drafters.py:NgramDrafter.lookup",
         old="for end in range(known + 1, len(tokens)):",
@@ -464,9 +476,10 @@ of the longest n gave drafts. vLLM's lookup does not match the suffix with itsel
         title="The store forgets the system prompt of everybody",
         lesson="08",
         ticket="""
-Our engines share a KV store. All requests begin with the same system prompt, so its blocks should be the last to
-leave. Yet every few minutes all engines compute them again; then they are found for a while, and again they are gone.
-A larger store makes the interval longer. Nothing is wrong with the blocks that are found.
+Our engines share a KV store. All requests begin with the same system prompt, so its blocks should be the
+last to leave. Yet every few minutes all engines compute them again; then they are found for a while, and
+again they are gone. A larger store makes the interval longer. Nothing is wrong with the blocks that are
+found.
 """,
         evidence="""
 a tier of four blocks; each request wants the block `sys` and one of its own
@@ -486,10 +499,10 @@ request  sys      own      evicted     in the store afterwards
      11  found    computed sys         q10 q11 q8 q9
 """,
         why="""
-A tier evicts the files that were written or used longest ago, by their time of modification. A block that is found
-must get a new time. It was only looked at, so the order was that of writing: first in, first out. A block that all
-requests use then leaves as early as one that nobody asked for again. vLLM's offloading manager moves a block to the
-end of its LRU list in `touch`, for the same reason.
+A tier evicts the files that were written or used longest ago, by their time of modification. A block that
+is found must get a new time. It was only looked at, so the order was that of writing: first in, first out.
+A block that all requests use then leaves as early as one that nobody asked for again. vLLM's offloading
+manager moves a block to the end of its LRU list in `touch`, for the same reason.
 """,
         cause="kv_transfer/store.py:Tier.find",
         old="            os.utime(path)\n",
@@ -501,9 +514,10 @@ end of its LRU list in `touch`, for the same reason.
         title="The decode worker computes a prompt itself",
         lesson="08",
         ticket="""
-We separate prefill and decode. A decode worker should never compute a prompt but its last token. Under load we see
-some prompts that it computes as a whole, in chunks, although its metrics say that they were fetched. It hits long
-requests with low priority. No transfer failed, and the prefill worker counts one transfer for each request.
+We separate prefill and decode. A decode worker should never compute a prompt but its last token. Under load
+we see some prompts that it computes as a whole, in chunks, although its metrics say that they were fetched.
+It hits long requests with low priority. No transfer failed, and the prefill worker counts one transfer for
+each request.
 """,
         evidence="""
 a decode worker's connector; prompts of 100 tokens
@@ -518,52 +532,52 @@ another request named a is admitted        a          100 tokens to fetch, wait 
 c is admitted, 32 tokens are cached        c          68 tokens to fetch, wait for them
 """,
         why="""
-A request is fetched once. The prefill worker frees a prompt's blocks as soon as the decode worker has read them, so
-after a preemption there is nothing left to ask for, and the decode worker computes what its own prefix cache has not.
-Keeping blocks over there until a request ends would cost the prefill worker its memory. vLLM's NIXL connector sets
-`do_remote_prefill` to false once the blocks are allocated, so that it is asked only once.
+A request is fetched once. The prefill worker frees a prompt's blocks as soon as the decode worker has read
+them, so after a preemption there is nothing left to ask for, and the decode worker computes what its own
+prefix cache has not. Keeping blocks over there until a request ends would cost the prefill worker its
+memory. vLLM's NIXL connector sets `do_remote_prefill` to false once the blocks are allocated, so that it is
+asked only once.
 """,
         suspects=P2P,
     ),
     Incident(
         number=29,
-        title="Schema and drafts do not go together",
+        title="Every number has five digits",
         lesson="06",
         ticket="""
-Requests with a regular expression or a choice end early since we turned on n-gram drafts: answers are cut, and the
-log says that a token breaks its grammar. Without drafts the same requests are right, and without a pattern drafts
-are. The more drafts are accepted, the more answers are cut.
+We ask for a number by the regular expression [0-9]{1,5}, and since the upgrade all answers have five
+digits: 20000 where "2" is right. A list of words by (word,)*word never ends before max_tokens. Choices are
+right, unless one of them begins with another. What comes out always fits the pattern, or its beginning, and
+no log says anything.
 """,
         evidence="""
-pattern ab*cde, one token per step
-  step brings  text so far  allowed next
-  -            -            a
-  a            a            b c
-  b            ab           b c
-  c            abc          d
-  d            abcd         e
+tokens are single characters
 
-pattern ab*cde, with accepted drafts
-  step brings  text so far  allowed next
-  -            -            a
-          WARNING request r: token 98 breaks its grammar
-  ab           ab           EOS
-          WARNING request r: token 98 breaks its grammar
-  bb           abbb         EOS
-          WARNING request r: token 99 breaks its grammar
-  c            abbbc        EOS
-          WARNING request r: token 101 breaks its grammar
-  de           abbbcde      EOS
+        pattern          so far   the pattern matches  may come next
+regex   [0-9]{1,5}       -        no                   0-9
+                         2        yes                  0-9
+                         20       yes                  0-9
+                         20000    yes                  EOS
+regex   (a,)*a           -        no                   a
+                         a        yes                  ,
+                         a,       no                   a
+                         a,a      yes                  ,
+choice  yes or no        -        no                   n y
+                         n        no                   o
+                         no       yes                  EOS
+choice  in or into       i        no                   n
+                         in       yes                  t
+                         into     yes                  EOS
 """,
         why="""
-The grammar has to read every token of the answer. The manager knows how many it has read, but here it read only the
-newest token of each step. One step brings several tokens when drafts are accepted; the state then lacked the first
-ones, the next token did not fit, and the manager ends an answer whose grammar is broken. vLLM's scheduler passes all
-new token ids of a step to `accept_tokens`.
+An answer may end wherever the pattern matches what is written so far. Here it could end only where nothing
+else may follow. Patterns that can go on after a match were driven to their longest text, or had none; those
+of one length were right. The model was never asked whether the answer ends. vLLM's backends set the bit of
+the end token in every accepting state, too.
 """,
-        cause="sampling/guided/manager.py:StructuredOutputManager.fill_row",
-        old="in request.output_token_ids[entry.num_tokens :]:",
-        new="in request.output_token_ids[-1:]:",
+        cause="sampling/guided/regex_guide.py:RegexGuide.allowed",
+        old="allowed[self.vocabulary.eos_token_ids] = self.dfa.accepting[state]",
+        new="allowed[self.vocabulary.eos_token_ids] = not allowed.any()",
         suspects=GUIDED,
     ),
     Incident(
@@ -571,9 +585,10 @@ new token ids of a step to `accept_tokens`.
         title="An evaluation makes the prefix cache useless",
         lesson="05",
         ticket="""
-An evaluation scores 500 endings of the same long context with prompt_logprobs 0. We expected prefix hits for all but
-the first prompt, and there are none: cached tokens stay 0, and each prompt is computed as a whole. Chat requests with
-the same context that come after them do hit, so the blocks are there. Is the lookup broken?
+An evaluation scores 500 endings of the same long context with prompt_logprobs 0. We expected prefix hits
+for all but the first prompt, and there are none: cached tokens stay 0, and each prompt is computed as a
+whole. Chat requests with the same context that come after them do hit, so the blocks are there. Is the
+lookup broken?
 """,
         evidence="""
 context of 320 tokens and an ending of 12; block_size 16; one request after the other
@@ -589,9 +604,10 @@ ending 4 again                0     332       0       332
 chat like it                  -     332     320        12
 """,
         why="""
-The log probability of a prompt's token comes from the logits at the position before it, and logits exist only for
-positions that are computed in this request. The cache keeps keys and values, not logits, so a request with
-prompt_logprobs may write the cache but not read it. vLLM sets `skip_reading_prefix_cache` for such requests, as here.
+The log probability of a prompt's token comes from the logits at the position before it, and logits exist
+only for positions that are computed in this request. The cache keeps keys and values, not logits, so a
+request with prompt_logprobs may write the cache but not read it. vLLM sets `skip_reading_prefix_cache` for
+such requests, as here.
 """,
         suspects=CACHE,
     ),
