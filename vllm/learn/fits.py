@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.core.kv_cache_manager import KVCacheManager
-
 
 class Pool:
     """Lesson 02's pool in the seam `block_pool`: nothing that a block holds is ever found again."""
@@ -54,7 +52,7 @@ def block_pool(kind: Callable[[int], Any]) -> Callable[[int], Pool]:
 def scheduler(kind: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """What makes the engine's scheduler of the reader's class: one without drafts, adapters or a connector."""
 
-    def make(config: Any, kv_cache_manager: KVCacheManager) -> Any:
+    def make(config: Any, kv_cache_manager: Any) -> Any:
         made = kind(config, kv_cache_manager)
         made.drafts = made.patience = None
         made.waiting_for_adapter, made.waiting_for_remote_kvs = [], {}

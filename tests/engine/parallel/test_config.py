@@ -22,7 +22,9 @@ def test_stages_cover_all_layers_once(layers, stages):
 
 
 def test_what_does_not_divide_goes_where_vllm_puts_it():
-    sizes = lambda layers, n: [b - a for a, b in (get_pp_indices(layers, i, n) for i in range(n))]  # noqa: E731
+    def sizes(layers, n):
+        return [b - a for a, b in (get_pp_indices(layers, i, n) for i in range(n))]
+
     assert sizes(61, 2) == [31, 30] and sizes(126, 4) == [31, 32, 32, 31] and sizes(5, 4) == [1, 1, 2, 1]
 
 

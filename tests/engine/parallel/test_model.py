@@ -62,8 +62,7 @@ def test_weights_are_divided_not_copied(tiny_model):
     shards = in_threads(2, lambda group: shard_model(tiny_model, group))
     norms = (2 * c.num_hidden_layers + 1) * c.hidden_size
     assert sum(s.num_parameters for s in shards) == tiny_model.num_parameters + norms
-    size = lambda m: block_bytes(m, 16, "auto")  # noqa: E731
-    assert 2 * size(shards[0]) == size(tiny_model)
+    assert 2 * block_bytes(shards[0], 16, "auto") == block_bytes(tiny_model, 16, "auto")
 
 
 def test_the_engine_cannot_tell(device):
@@ -133,7 +132,10 @@ def test_without_the_all_reduce_shapes_are_right_and_values_wrong(tiny_model):
 
 def test_a_shape_that_contradicts_the_config_is_one_line(tiny_model):
     lookup = model_tensors(tiny_model)
-    wrong = lambda name: lookup(name)[1:] if "o_proj" in name else lookup(name)  # noqa: E731
+
+    def wrong(name):
+        return lookup(name)[1:] if "o_proj" in name else lookup(name)
+
     with pytest.raises(common.InputError, match=r"o_proj.weight has shape \[79, 96\], config.json says \[80, 96\]"):
         TensorParallelLlama(tiny_model.config, wrong, ThreadGroup(2, 0, None, [], CPU))
 
