@@ -142,7 +142,7 @@ def steps_of(page: Path) -> str:
         lines.append(
             "\nTickets from an engine with one fault in it, or none: `uv run python -m vllm learn incident N`.\n"
         )
-        lines.append("| ticket | |\n|---|---|")
+        lines.append("| ticket | what was reported |\n|---|---|")
         lines += [f"| incident {incident.number} | {incident.title} |" for incident in about]
     return "\n".join(lines) + "\n"
 
