@@ -388,6 +388,8 @@ def drive(page, name: str) -> None:
     broken = state(page)
     assert broken["params"] == start | controls["presets"][-1]["params"]
     if broken["steps"] > 1:
+        page.locator("#widget").get_by_label("To the last step").press("Enter")
+        broken = state(page)
         page.locator("#widget").get_by_label("Step back").press("Enter")
         before = state(page)
         assert before["index"] == broken["steps"] - 2
@@ -417,6 +419,56 @@ def test_a_widget_in_the_browser(open_page):
     assert not layout(page)
     page.locator("#widget").get_by_label("Step back").press("Enter")
     assert page.locator("#widget svg text.small").count() and not layout(page)
+
+
+ROOM = """() => {
+  const place = (name) => document.querySelector(`#widget ${name}`.trim()).getBoundingClientRect();
+  const bar = document.querySelector(".bar").getBoundingClientRect().height;
+  return { above: (place("").top + scrollY) / innerHeight, whole: place("").height / (innerHeight - bar),
+           both: (place(".controls").bottom - place(".picture").top) / (innerHeight - bar) };
+}"""
+SMALL_DESK = {"width": 1280, "height": 720}
+
+
+def cramped(page) -> list[str]:
+    """DESIGN §8: the widget within two screens; all of it on one, and on a phone its picture with its controls."""
+    room, small = page.evaluate(ROOM), page.viewport_size["width"] < 480
+    found = [f"begins {room['above']:.1f} screens down"] * (room["above"] > 2 and not small)
+    if small:
+        return found + [f"picture and controls: {room['both']:.2f} screens"] * (room["both"] > 1)
+    return found + [f"{room['whole']:.2f} screens high"] * (room["whole"] > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDGETS)
+def test_picture_and_controls_are_on_one_screen(open_page, name):
+    found = []
+    for viewport in (SMALL_DESK, PHONE):
+        page = open_page(f"{name}.html", viewport)
+        for button in page.locator("#widget .presets button").all():
+            button.press("Enter")
+            for step in ("To the first step", "To the last step"):
+                if state(page)["steps"] > 1:
+                    page.locator("#widget").get_by_label(step).press("Enter")
+                where = f"{viewport['width']} px, {button.inner_text()}, {step}"
+                found += [f"{where}: {what}" for what in cramped(page)]
+    assert not found, "\n".join(found)
+
+
+def test_a_change_keeps_the_step_and_what_changes_moves(open_page):
+    """Two runs can be compared at one moment; a shape with a key glides, unless the reader wants no motion."""
+    page = open_page("04_continuous_batching.html")
+    for _ in range(3):
+        page.locator("#widget").get_by_label("Step back").press("Enter")
+    at = state(page)["index"]
+    assert page.locator("#widget .presets button").nth(1).press("Enter") is None
+    assert state(page)["index"] == min(at, state(page)["steps"] - 1)
+    page.locator("#widget").get_by_label("To the last step").press("Enter")
+    page.locator("#widget .presets button").first.press("Enter")
+    assert state(page)["index"] == state(page)["steps"] - 1, "one that was shown to its end is shown to its end"
+    back = page.locator("#widget").get_by_label("To the first step")
+    back.press("Enter")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "To the first step", "keeps the focus"
 
 
 def test_a_text_box_shows_what_the_simulation_gets(open_page):

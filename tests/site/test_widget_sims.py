@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import math
+import operator
 import random
 import re
 import shutil
@@ -469,7 +470,7 @@ def test_controls_are_complete(name):
     c = controls(name)
     knobs = {knob["name"]: knob for knob in c["controls"]}
     assert default(name) == cli.numbers(name).WIDGET_DEFAULT
-    assert set(c) == {"title", "task", "controls", "fixed", "default", "presets", "bet"}
+    assert set(c) - {"at"} == {"title", "task", "solved", "controls", "fixed", "default", "presets", "bet"}
     assert set(c["default"]) == set(knobs) and not set(c["fixed"]) & set(knobs)
     for knob in c["controls"]:
         values, kind = knob["values"], knob["kind"]
@@ -493,6 +494,22 @@ def test_exactly_one_choice_wins_the_bet(name):
     answer = follow(lesson.simulate(default(name) | bet["params"]), bet["answer"])
     assert [choice for choice in bet["choices"] if choice == answer and type(choice) is type(answer)] == [answer]
     assert all(key in controls(name)["default"] for key in bet["params"])
+
+
+SIGNS = {"<": operator.lt, "≤": operator.le, "=": operator.eq, "≠": operator.ne, "≥": operator.ge, ">": operator.gt}
+
+
+def is_solved(trace: Any, solved: list[tuple[str, str, Any]]) -> bool:
+    """As `kit.mjs` decides it."""
+    value = lambda what: follow(trace, what) if isinstance(what, str) and "." in what else what  # noqa: E731
+    return all(SIGNS[sign](follow(trace, where), value(what)) for where, sign, what in solved)
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_task_can_be_solved_and_is_not_solved_yet(name):
+    solved, lesson = controls(name)["solved"], cli.numbers(name)
+    assert not is_solved(lesson.simulate(default(name)), solved)
+    assert any(is_solved(lesson.simulate(params), solved) for params in chosen_states(name))
 
 
 def test_the_page_counts_the_states_that_were_compared():

@@ -43,7 +43,7 @@ function build(control, id, changed) {
     return { node: html("div", { class: "control long" }, html("div", {}, label_of), input, list), show };
   }
   const words = values.map((value) => shown(control, value));
-  if (values.length <= 4 && 7.6 * words.join("").length + 22 * words.length < 325) { // few and short: all of them in view
+  if (values.length <= 4 && 7 * words.join("").length + 19 * words.length < 225) { // few and short: all of them in view
     const radios = values.map((value, i) => html("input", { type: "radio", id: `${id}-${i}`, name: id, onchange: () => changed(name, value) }));
     const show = (value) => radios.forEach((radio, i) => { radio.checked = values[i] === value; });
     const buttons = radios.map((radio, i) => html("span", {}, radio, html("label", { for: radio.id }, words[i])));

@@ -34,6 +34,12 @@ export function group(x, y, ...children) {
   return shape("g", { transform: `translate(${x} ${y})` }, ...children);
 }
 
+/** A shape with a name, unique in the picture: when the picture changes, it glides to its new place. */
+export function key(name, node) {
+  node.setAttribute("data-key", name);
+  return node;
+}
+
 /** A rectangle; `title` appears when a mouse rests on it. */
 export function rect(x, y, width, height, css = "", title = null) {
   const box = { x, y, width: Math.max(0, width), height: Math.max(0, height), class: css };

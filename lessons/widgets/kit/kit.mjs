@@ -1,8 +1,9 @@
 // A widget on its page: controls → simulate → draw. It knows no lesson: sims compute, views draw, this file connects them.
-import { box, circle, color, count, group, html, legend, line, number, numbers, path, rect, shape, svg, text } from "./draw.mjs";
+import { box, circle, color, count, group, html, key, legend, line, number, numbers, path, rect, shape, svg, text } from "./draw.mjs";
 import { control_bar } from "./controls.mjs";
+import { places, glide } from "./motion.mjs";
 
-const pictures = { box, circle, color, count, group, html, legend, line, number, numbers, path, rect, shape, svg, text };
+const pictures = { box, circle, color, count, group, html, key, legend, line, number, numbers, path, rect, shape, svg, text };
 
 /** What a path such as "steps.-1.free" leads to in a trace. */
 export function lookup(trace, where) {
@@ -10,6 +11,14 @@ export function lookup(trace, where) {
 }
 
 const same = (a, b) => Object.keys(a).every((name) => a[name] === b[name]);
+
+const COMPARE = { "<": (a, b) => a < b, "≤": (a, b) => a <= b, "=": (a, b) => a === b, "≠": (a, b) => a !== b, "≥": (a, b) => a >= b, ">": (a, b) => a > b };
+
+/** Has the reader reached what the task asks for? `solved`: [[path into the trace, sign, number, word, or another path], …], all of them. */
+export function is_solved(trace, solved) {
+  const value = (what) => (typeof what === "string" && what.includes(".") ? lookup(trace, what) : what);
+  return solved.every(([where, sign, what]) => COMPARE[sign](lookup(trace, where), value(what)));
+}
 
 /** "#widget?block_size=2048&at=3" → the parameters that it names, as far as a control can reach them, and the step. */
 function read_hash(spec, hash) {
@@ -33,7 +42,7 @@ function write_hash(spec, params, index, last) {
 
 /** The bet: asked before the picture is studied, settled by the simulation. `run(params)` shows and returns a trace. */
 function bet_box(bet, run) {
-  const verdict = html("p", { role: "status" });
+  const verdict = html("p", { role: "status" }, html("b", {}, "Bet first. "), bet.question);
   const name = (choice) => {
     if (bet.unit === "µs") return `${number(choice / 1000, choice < 1e5 ? 1 : 0)} ms`;
     return (typeof choice === "number" ? number(choice, Number.isInteger(choice) ? 0 : 2) : choice) + (bet.unit ? ` ${bet.unit}` : "");
@@ -45,9 +54,9 @@ function bet_box(bet, run) {
       button.className = bet.choices[i] === right ? "right" : bet.choices[i] === choice ? "wrong" : "";
       button.setAttribute("aria-pressed", bet.choices[i] === choice);
     });
-    verdict.textContent = `${choice === right ? "Right" : `You said ${name(choice)}; it is ${name(right)}`}. ${bet.why}`;
+    verdict.replaceChildren(html("b", {}, choice === right ? "Right. " : `You said ${name(choice)}; it is ${name(right)}. `), bet.why);
   }
-  return html("div", { class: "bet", role: "group", "aria-label": "A bet" }, html("p", {}, html("b", {}, "Bet first. "), bet.question), html("div", { class: "buttons" }, ...buttons), verdict);
+  return html("div", { class: "bet", role: "group", "aria-label": "A bet" }, verdict, html("div", { class: "buttons" }, ...buttons));
 }
 
 const SIGNS = {
@@ -57,6 +66,7 @@ const SIGNS = {
 /** Start, back, play, on, end, and a slider over the steps. `go(index)` moves. */
 function stepper(go) {
   let timer = null, index = 0, last = 0;
+  const pace = () => Math.min(700, Math.max(60, 12000 / (last + 1))); // ms a step, while it plays
   const icon = (sign) => shape("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, shape("path", { d: SIGNS[sign] }));
   const button = (sign, label, act) => html("button", { type: "button", "aria-label": label, title: label, onclick: act }, icon(sign));
   const pause = () => {
@@ -65,7 +75,7 @@ function stepper(go) {
     play.replaceChildren(icon("play"));
     play.setAttribute("aria-label", "Play");
   };
-  const move = (to) => { pause(); go(to); };
+  const move = (to) => { pause(); if (to >= 0 && to <= last) go(to); };
   const first = button("first", "To the first step", () => move(0));
   const back = button("back", "Step back", () => move(index - 1));
   const on = button("on", "Step", () => move(index + 1));
@@ -73,7 +83,7 @@ function stepper(go) {
   const play = button("play", "Play", () => {
     if (timer !== null) return pause();
     if (index === last) go(0);
-    timer = setInterval(() => (index < last ? go(index + 1) : pause()), Math.min(700, Math.max(60, 12000 / (last + 1))));
+    timer = setInterval(() => (index < last ? go(index + 1) : pause()), pace());
     play.replaceChildren(icon("pause"));
     play.setAttribute("aria-label", "Pause");
   });
@@ -86,10 +96,10 @@ function stepper(go) {
     slider.max = last;
     slider.value = index;
     where.textContent = `${index + 1} / ${steps}`;
-    first.disabled = back.disabled = index === 0;
-    on.disabled = end.disabled = index === last;
+    for (const button of [first, back]) button.setAttribute("aria-disabled", index === 0); // not `disabled`: that would drop the focus
+    for (const button of [on, end]) button.setAttribute("aria-disabled", index === last);
   };
-  return { node, show, pause, playing: () => timer !== null };
+  return { node, show, pause, playing: () => timer !== null, pace: () => (timer === null ? 700 : pace()) };
 }
 
 /** Puts a widget in the place of its text. */
@@ -97,14 +107,15 @@ function mount(host) {
   const name = host.dataset.widget;
   const spec = modules[`controls/${name}.json`], sim = modules[`sims/${name}.mjs`], view = modules[`views/${name}.mjs`];
   const start = { ...spec.fixed, ...spec.default };
-  let params = start, trace, steps, index, writing;
+  let params = start, trace, steps, index, writing, before = null; // the run that was shown before this one
 
   const picture = html("div", { class: "picture" });
   const says = html("p", { class: "says", role: "status" });
   const printed = html("pre", { tabindex: 0 });
   const preset_says = html("p", { class: "preset-says", role: "status" });
+  const task = html("p", { class: "task" });
   const bar = control_bar(spec, (field, value) => update({ ...params, [field]: value }));
-  const steps_bar = stepper((to) => { index = Math.min(steps - 1, Math.max(0, to)); render(); });
+  const steps_bar = stepper((to) => { const was = places(picture); index = Math.min(steps - 1, Math.max(0, to)); render(was); });
   const presets = [{ name: "Reset", params: {}, says: "" }, ...spec.presets].map((preset) => ({
     ...preset,
     node: html("button", { type: "button", class: preset.name === "Break it" ? "break" : null, onclick: () => update({ ...start, ...preset.params }) }, preset.name),
@@ -112,7 +123,7 @@ function mount(host) {
 
   /** Draws a step. What is under the picture stays where it is: a box keeps the height that a step of this run once needed. */
   function show(at) {
-    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params });
+    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params, before });
     says.setAttribute("aria-live", steps_bar.playing() ? "off" : "polite");
     picture.replaceChildren(...[drawn.picture].flat());
     says.textContent = drawn.text;
@@ -126,8 +137,9 @@ function mount(host) {
     for (let at = steps > 10 ? steps - 1 : 0; at < steps; at++) if (at !== index) show(at);
   }
 
-  function render() {
+  function render(was) {
     const drawn = show(index);
+    glide(picture, was, steps_bar.pace());
     steps_bar.show(index, steps);
     host.dataset.state = JSON.stringify({ params, index, steps, text: drawn.text });
     clearTimeout(writing); // browsers refuse a hundred changes in a row
@@ -137,7 +149,10 @@ function mount(host) {
     }, 150);
   }
 
-  function update(next, at = Infinity) {
+  /** Another run, at the same step: two of them can be compared. One that was shown to its end is shown to its end. */
+  function update(next, at = index === steps - 1 ? Infinity : index) {
+    const was = places(picture);
+    if (trace && !same(next, params)) before = { trace, params };
     params = next;
     trace = sim.simulate(params);
     steps = view.steps(trace);
@@ -147,8 +162,11 @@ function mount(host) {
     printed.textContent = sim.describe(trace);
     for (const preset of presets) preset.node.setAttribute("aria-pressed", same({ ...start, ...preset.params }, params));
     preset_says.textContent = presets.find((preset) => preset.node.getAttribute("aria-pressed") === "true")?.says ?? "";
+    const solved = spec.solved && is_solved(trace, spec.solved);
+    task.className = solved ? "task solved" : "task";
+    task.replaceChildren(spec.task, ...(solved ? [html("b", {}, " ✓ Solved.")] : []));
     make_room();
-    render();
+    render(was);
     return trace;
   }
 
@@ -157,16 +175,16 @@ function mount(host) {
   const compared = ["A twin of the simulation in ", script, ": a test compares the two, step by step, in ", `${typed ? "" : "all "}${count(spec.states, "state")}${typed ? " and with 500 random texts" : ""}.`];
   host.setAttribute("aria-label", `Widget: ${spec.title}`);
   host.replaceChildren(
-    html("h3", {}, spec.title),
-    html("p", { class: "task" }, spec.task),
+    html("div", { class: "head" }, html("h3", {}, spec.title), task),
     ...(spec.bet ? [bet_box(spec.bet, (changes) => update({ ...start, ...changes }))] : []),
-    bar.node,
-    html("div", { class: "buttons presets", role: "group", "aria-label": "Presets" }, ...presets.map(({ node }) => node)),
-    preset_says,
-    html("div", {}, picture, steps_bar.node), // the bar stays in sight as long as the picture is
-    says,
-    html("details", {}, html("summary", {}, "The whole run, as the script prints it"), printed),
-    html("p", { class: "compared" }, ...compared),
+    html("div", { class: "stage" },
+      html("div", { class: "show" }, picture, steps_bar.node), // the bar stays in sight as long as the picture is
+      html("div", { class: "side" },
+        bar.node,
+        html("div", { class: "buttons presets", role: "group", "aria-label": "Presets" }, ...presets.map(({ node }) => node)),
+        preset_says,
+        says)),
+    html("details", {}, html("summary", {}, "The whole run, as the script prints it"), printed, html("p", { class: "compared" }, ...compared)),
   );
   const arrive = () => {
     const asked = read_hash(spec, location.hash);
@@ -174,7 +192,7 @@ function mount(host) {
     return asked;
   };
   const asked = arrive();
-  update({ ...start, ...asked?.params }, asked?.at);
+  update({ ...start, ...asked?.params }, asked?.at ?? spec.at ?? Infinity);
   addEventListener("hashchange", () => {
     const again = arrive();
     if (again) update({ ...start, ...again.params }, again.at);
@@ -184,7 +202,7 @@ function mount(host) {
     if (picture.clientWidth !== width) {
       width = picture.clientWidth;
       make_room();
-      render();
+      render(places(picture));
     }
   }).observe(picture);
 }
