@@ -33,6 +33,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from mdit_py_plugins.gfm import gfm_plugin
 
+VLLM = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/"  # the version that the pages' maps lead into
 HERE = Path(__file__).resolve().parent
 ROOT, WIDGETS = HERE.parent, HERE / "widgets"
 TITLE = "vLLM, from first principles"
@@ -56,6 +57,7 @@ class Page:
     body: str = ""
     headings: list[tuple[int, str, str]] = dataclasses.field(default_factory=list)  # level, anchor, text
     sections: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)  # anchor, heading, plain text
+    terms: set[str] = dataclasses.field(default_factory=set)  # anchors of the glossary's terms that have a link by now
 
     @property
     def url(self) -> str:
@@ -123,6 +125,13 @@ def shell_html(source: str) -> str:
     return "".join(f"<span class=line>{line}</span>" for line in marked.split("\n"))
 
 
+def dedent(source: str) -> str:
+    """Without the indentation that all lines share; `...` stands for lines left out, wherever it begins."""
+    marked = re.sub(r"^\.\.\.$", "", source, flags=re.M)
+    rows = zip(source.split("\n"), textwrap.dedent(marked).split("\n"))
+    return "\n".join("..." if row == "..." else cut for row, cut in rows).rstrip()
+
+
 @functools.cache
 def definitions(path: Path) -> dict[str, int]:
     """Line of each top-level function, class and constant, and of each method (`Class.method`)."""
@@ -153,6 +162,20 @@ def code_url(path: Path) -> str:
     return f"code/{name.removesuffix('.py').replace('/', '.')}.html"
 
 
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[mµn]?s|[KMGT]i?B|[KMGT]B/s|TFLOP/s|×)(?!\w))")
+TERM = re.compile(r"\*\*(.+?)\*\*")
+
+
+def glossary_terms() -> dict[str, tuple[str, str]]:
+    """Each term of the glossary in small letters -> (anchor of its entry, the entry's text)."""
+    found = {}
+    for entry in re.split(r"^\* ", (HERE / "glossary.md").read_text(), flags=re.M)[1:]:
+        names = [name.strip("`") for name in TERM.findall(entry.partition("\n\n")[0])]
+        for name in names:
+            found.setdefault(name.lower(), (f"term-{anchor_of(names[0])}", " ".join(entry.split())))
+    return found
+
+
 def anchor_of(heading: str) -> str:
     """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
@@ -174,6 +197,10 @@ class Site:
         )  # scripts, and whatever the text links to
         self.page_of_number = {page.number: page for page in self.pages if page.number}
         self.page = self.pages[0]  # the one that is being rendered
+        self.glossary = glossary_terms()
+        self.anchors = {name: anchor for name, (anchor, _) in self.glossary.items()}
+        longest_first = sorted(map(re.escape, self.anchors), key=len, reverse=True)
+        self.terms = re.compile(rf"(?<![\w-])({'|'.join(longest_first)})(?:e?s)?(?![\w-])", re.I)
         self.md = MarkdownIt("commonmark", {"html": True}).use(gfm_plugin, dollarmath=True)
         rules = (self._text, self._fence, self._code_inline, self._heading_open, self._image)
         for rule in (*rules, self._table_open, self._table_close, self._td_open):
@@ -195,16 +222,35 @@ class Site:
         text = re.sub(r"^@@(\w+)@@(.*)@@\n( *```)(\w*)", r"\3\4 \1 \2", text, flags=re.M)
         tokens = self.md.parse(text)
         self._resolve(tokens)
+        for before, token in zip(tokens, tokens[1:]):  # what stands in a heading or a cell knows it
+            kind = {"heading_open": "heading", "th_open": "cell", "td_open": "cell"}.get(before.type)
+            for child in token.children or [] if kind else []:
+                child.meta["in"] = kind
         return self.md.renderer.render(tokens, self.md.options, {}).replace("<th></th>", "<td></td>")
 
     # Rules of the renderer: each gets the tokens and the position of its own.
 
     def _text(self, tokens: list[Token], i: int, *_: object) -> str:
-        """Plain text; "lesson 04" is a link wherever the lesson exists."""
-        text = html.escape(tokens[i].content, quote=False)
+        """Plain text. "Lesson 04" is a link wherever the lesson exists, a term of the glossary at its first use."""
+        text = UNIT.sub("\u00a0", html.escape(tokens[i].content, quote=False))  # a number is not parted from its unit
         if inside_link(tokens, i):
             return text
-        return self._link_numbers(r"(?:[Ll]esson |(?<=\())(0\d[a-z]?|(?<=esson )\d\d[a-z]?)\b", text)
+        numbers = self._link_numbers(r"(?:[Ll]esson |(?<=\())(0\d[a-z]?|(?<=esson )\d\d[a-z]?)\b", text)
+        return numbers if tokens[i].meta.get("in") or not self.page.number else self._link_terms(numbers)
+
+    def _link_terms(self, text: str) -> str:
+        """The first use on this page of each term, outside of links."""
+        parts = re.split(r"(<a .*?</a>)", text)
+        for i, part in enumerate(parts[::2]):
+            parts[2 * i] = self.terms.sub(self._link_term, part)
+        return "".join(parts)
+
+    def _link_term(self, match: re.Match[str]) -> str:
+        anchor = self.anchors[match[1].lower()]
+        if anchor in self.page.terms:
+            return match[0]
+        self.page.terms.add(anchor)
+        return f'<a class=term href="glossary.html#{anchor}">{match[0]}</a>'
 
     def _link_numbers(self, pattern: str, text: str) -> str:
         def link(m: re.Match[str]) -> str:
@@ -215,7 +261,7 @@ class Site:
 
     def _fence(self, tokens: list[Token], i: int, *_: object) -> str:
         language, kind, argument = [*tokens[i].info.split(maxsplit=2), "", "", ""][:3]
-        source, page = textwrap.dedent(tokens[i].content).rstrip(), self.page
+        source, page = dedent(tokens[i].content), self.page
         if kind == "widget":
             return self._widget(source)
         if language == "mermaid":
@@ -232,6 +278,8 @@ class Site:
             above = f"<figcaption><code>{html.escape(page.script.name + flags)}</code> prints</figcaption>"
         if language == "bash":
             kind = f"{kind} bash".strip()  # folded, and copied with a button
+        longest = max(map(len, source.split("\n")))
+        kind = f"{kind} long".strip() if longest > 84 and language != "bash" else kind
         return f'<figure class="code {kind}">{above}<pre tabindex=0><code>{paint(source)}</code></pre></figure>\n'
 
     def _caption(self, url: str, name: str, where: str) -> str:
@@ -240,7 +288,8 @@ class Site:
     def _code_inline(self, tokens: list[Token], i: int, *_: object) -> str:
         """`vllm/file.py:symbol`, and names that this lesson's script defines, lead to the line."""
         text = tokens[i].content
-        shown = f"<code>{html.escape(text, quote=False)}</code>"
+        escaped = html.escape(text, quote=False)
+        shown = f"<code>{foldable(escaped) if tokens[i].meta.get('in') == 'cell' else escaped}</code>"
         if inside_link(tokens, i):
             return shown
         url = None
@@ -255,6 +304,10 @@ class Site:
                 known = definitions(path) if path.is_file() else {}
                 if url is None and name in known and (text != name or re.search(r"[A-Z_.]", name)):
                     url = f"{self.source_url(path)}#L{known[name]}"
+        if url is None and self.page.headings and self.page.headings[-1][1] == "where-it-lives-in-vllm-today":
+            match = re.match(r"([a-z][\w/]+\.py)(?![\w/])", text)
+            if match and not (ROOT / match[1]).exists() and "/" in match[1]:
+                url = VLLM + match[1]
         return f'<a class=symbol href="{url}">{shown}</a>' if url else shown
 
     def _heading_open(self, tokens: list[Token], i: int, *_: object) -> str:
@@ -336,6 +389,9 @@ class Site:
             if page.number:
                 text = text.partition("\n")[2]  # the template has the title
             page.body = self.render(page, front_text(text) if page.url == "index.html" else text)
+            if page.url == "glossary.html":
+                entry = re.compile(r"<li>(?=\s*(?:<p>)?<strong>(.*?)</strong>)")
+                page.body = entry.sub(lambda m: f'<li id="term-{anchor_of(re.sub("<.*?>", "", m[1]))}">', page.body)
             page.sections = sections(page)
         for before, page, after in zip([None, *self.pages], self.pages, [*self.pages[1:], None]):
             self.write(page.url, lesson_html(self, page, before, after) if page.number or page.url != "index.html"
@@ -363,6 +419,16 @@ class Site:
             for page in self.pages
             for anchor, heading, text in page.sections
         ]
+        for name, (anchor, text) in self.glossary.items():
+            plain = re.sub(r"\[\[.*|[*`]", "", text)
+            rows.append(
+                [
+                    "Glossary",
+                    f"glossary.html#{anchor}",
+                    name if name.isupper() else plain[: len(name)] if plain.lower().startswith(name) else name,
+                    plain,
+                ]
+            )
         for path in self.sources:
             rows += [[path.name, f"{code_url(path)}#L{line}", name, ""] for name, line in definitions(path).items()]
         return rows
@@ -518,8 +584,8 @@ def lesson_html(site: Site, page: Page, before: Page | None, after: Page | None)
 
 
 def foldable(name: str) -> str:
-    """A name that a narrow column folds between its words."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[a-z]_)(?=[a-z])", "<wbr>", name)
+    """A name that a narrow column folds between its words, a path behind its slashes."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[a-z]_)(?=[a-z])|(?<=\w[/.:])(?=[A-Za-z_]{3})", "<wbr>", name)
 
 
 def source_html(site: Site, path: Path) -> str:
@@ -546,11 +612,15 @@ def source_html(site: Site, path: Path) -> str:
 
 
 def front_text(readme: str) -> str:
-    """The README as the front page shows it: the map for its table and graph, a widget before it, the ranking after."""
+    """The README as the front page shows it: where to start, the map for its table, a bet, the ranking, then the rest."""
     text = re.sub(r"(?:^\|.*\n)+", "@@map@@\n", readme, count=1, flags=re.M)
     text = re.sub(r"^This is the house[^\n]*\n\n```mermaid\n.*?^```\n", "\n", text, flags=re.M | re.S)
     before, lessons, rest = re.split(r"^(?=## )", text, maxsplit=2, flags=re.M)
-    return f"{before}## A bet, to begin with\n\n@@widget@@\n\n{lessons}@@ranking@@\n\n{rest}"
+    first, commands, then = re.split(r"^(?=```bash)|(?<=^```\n)", before, maxsplit=2, flags=re.M)
+    how_to, rows, after = lessons.partition("@@map@@\n")
+    run = f"## Run it\n\n{commands}{then}"
+    bet = "## A bet, to begin with\n\n@@widget@@\n\n"
+    return f"{first}@@start@@\n\n{rows}{how_to.removeprefix('## Lessons')}{after}\n{bet}@@ranking@@\n\n{run}{rest}"
 
 
 def ranking(site: Site) -> str:
@@ -605,7 +675,9 @@ def front_html(site: Site, page: Page) -> str:
         f'<section class=widget id=widget data-widget="{FRONT_WIDGET}"></section>' if widget_files(FRONT_WIDGET) else ""
     )
     body = page.body
-    for name, block in (("map", map_html(site)), ("widget", widget), ("ranking", ranking(site))):
+    first = site.page_of_number["01"]
+    start = f'<p><a class=start href="{first.url}">Start here: {html.escape(label(first))}</a></p>'
+    for name, block in (("start", start), ("map", map_html(site)), ("widget", widget), ("ranking", ranking(site))):
         body = body.replace(f"<p>@@{name}@@</p>", block)
     scripts = [f"{FRONT_WIDGET}.js", "kit.js"] if widget else []
     main = f"<main id=main class=front><article>{body}</article></main>"

@@ -109,7 +109,7 @@ def test_markers_vanish_and_text_stays(site):
         if page.parent == site:
             assert "&lt;!--" not in body and "<!-- " not in body and "@@" not in body, page.name
     lesson = read(site / "02_paged_attention.html")
-    assert "<strong>96.3 %</strong>" in lesson and "97.4 % for paging" in lesson
+    assert "<strong>96.3\u00a0%</strong>" in lesson and "97.4\u00a0% for paging" in lesson
     assert re.search(r'<figcaption><a href="code/02_paged_attention.html#L\d+"><code>\w+', lesson)
     assert "<math" in read(site / "09_gqa.html") and "$$" not in read(site / "09_gqa.html")
 
@@ -141,6 +141,17 @@ def test_every_page_says_what_it_is_about(site):
     assert all(len(found) == 1 for found in about.values()), [page.name for page, found in about.items() if not found]
     assert about[site / "04_continuous_batching.html"] == ["Which requests take part in the next step?"]
     assert len({found[0] for found in about.values()}) == len(about)
+
+
+def test_terms_units_and_maps_have_links(site):
+    """A term of the glossary at its first use on a page, vLLM's files in the map; a number stays with its unit."""
+    lesson = read(site / "02_paged_attention.html")
+    terms = re.findall(r'<a class=term href="glossary.html#(term-[\w-]+)"', lesson)
+    assert len(terms) == len(set(terms)) > 10 and "term-block-table" in terms
+    assert all(f'id="{term}"' in read(site / "glossary.html") for term in terms)
+    assert "class=term" not in read(site / "glossary.html")
+    assert f'href="{build.VLLM}v1/core/block_pool.py"' in lesson
+    assert "v1/<wbr>core/<wbr>block_<wbr>pool.py" in lesson
 
 
 def test_search_finds_sections_and_symbols(site):
@@ -584,6 +595,12 @@ def test_search_theme_and_front_page(open_page):
     assert any("code/02_paged_attention.html" in a.get_attribute("href") for a in page.locator(".results a").all())
     page.keyboard.press("Escape")
     assert page.locator(".results").is_hidden()
+    for typed, first in (("swap", "11_preemption.html"), ("kv cache", "01_kv_cache.html"),
+                         ("paged atention", "02_paged_attention.html"), ("slot_mapping", "glossary.html#term-slot")):  # fmt: skip
+        page.locator(".bar input").fill(typed)
+        found = [a.get_attribute("href") for a in page.locator(".results a").all()]
+        assert first in found[:2] and not found[0].startswith("code/"), typed
+    page.keyboard.press("Escape")
     dark = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(dark)
     page.get_by_label("Dark or light").click()

@@ -70,7 +70,33 @@
     if (boxes.has(name)) Object.assign(boxes.get(name), { checked: true, disabled: true });
   }
 
-  // Search: all words must occur; headings and names count for more than text.
+  // Lessons that are done: a button at the end of each, a mark in the list, kept in this browser.
+  const done = () => { try { return new Set(JSON.parse(localStorage.lessons ?? "[]")); } catch { return new Set(); } };
+  const mark_done = () => {
+    for (const a of document.querySelectorAll("nav.lessons a, .map a")) a.classList.toggle("done", done().has(a.getAttribute("href")));
+  };
+  const page = $("nav.lessons [aria-current]")?.getAttribute("href");
+  if (page && $(".title .number")) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "finish" });
+    const say = () => { button.textContent = done().has(page) ? "✓ Done" : "Mark this lesson as done"; button.setAttribute("aria-pressed", done().has(page)); };
+    button.addEventListener("click", () => {
+      const all = done();
+      if (!all.delete(page)) all.add(page);
+      try { localStorage.lessons = JSON.stringify([...all]); } catch { /* a browser that forgets */ }
+      say();
+      mark_done();
+    });
+    say();
+    $("article").append(button);
+  }
+  mark_done();
+
+  // On paper all answers are open.
+  let folded = [];
+  addEventListener("beforeprint", () => { folded = [...document.querySelectorAll("article details:not([open])")]; for (const node of folded) node.open = true; });
+  addEventListener("afterprint", () => { for (const node of folded) node.open = false; });
+
+  // Search: all words must occur. Lessons and the glossary stand before sections, these before names in the code.
   const input = $(".bar input"), list = $(".results");
   const load = () => {
     if ($("#index")) return;
@@ -78,14 +104,35 @@
     script.onload = show;
     document.head.append(script);
   };
+  const rank = (page, url) => (/\.py$/.test(page) ? 0 : /#term-/.test(url) ? 30 : url.includes("#") ? 15 : 45);
   const find = (words) => (window.searchIndex ?? [])
     .map(([page, url, heading, text]) => {
       const name = heading.toLowerCase(), all = `${page} ${heading} ${text}`.toLowerCase();
       if (!words.every((word) => all.includes(word))) return null;
-      const score = words.reduce((sum, word) => sum + 8 * name.includes(word) + 6 * name.startsWith(word) + (all.split(word).length - 1) / 8, 0);
-      return { page, url, heading, text, score };
+      const named = words.filter((word) => name.includes(word)).length / words.length;
+      const close = words.reduce((sum, word) => sum + 6 * name.startsWith(word) + Math.min(4, (all.split(word).length - 1) / 4), 0);
+      return { page, url, heading, text, score: named * (20 + rank(page, url)) + 10 * Math.min(1, words.join(" ").length / name.length) * named + (name === words.join(" ")) * 20 + close };
     })
     .filter(Boolean).sort((a, b) => b.score - a.score).slice(0, 12);
+  /** Is one letter of `a` wrong, missing, too much, or changed places with the next? */
+  const near = (a, b) => {
+    if (Math.abs(a.length - b.length) > 1 || a === b) return false;
+    let i = 0;
+    while (i < a.length && a[i] === b[i]) i++;
+    return [[1, 1], [0, 1], [1, 0]].some(([x, y]) => a.slice(i + x) === b.slice(i + y)) || (a[i] === b[i + 1] && a[i + 1] === b[i] && a.slice(i + 2) === b.slice(i + 2));
+  };
+  let known = null; // every word of the index, with how often it stands there
+  /** A word that stands nowhere becomes the most frequent one that is a letter away from it. */
+  const forgive = (word) => {
+    if (word.length < 4 || !window.searchIndex) return word;
+    if (!known) {
+      known = new Map();
+      for (const row of window.searchIndex) for (const w of `${row[0]} ${row[2]} ${row[3]}`.toLowerCase().match(/[a-zà-ÿ]{4,}/g) ?? []) known.set(w, (known.get(w) ?? 0) + 1);
+    }
+    const words = [...known.keys()];
+    if (words.some((w) => w.includes(word))) return word;
+    return words.filter((w) => near(word, w) || near(word, w.slice(0, word.length))).sort((a, b) => known.get(b) - known.get(a))[0] ?? word;
+  };
   const marked = (text, words) => { // the place where the first word occurs, with that word marked
     const at = Math.max(0, text.toLowerCase().indexOf(words[0]));
     const part = (from, to) => document.createTextNode(text.slice(Math.max(0, from), to));
@@ -93,7 +140,7 @@
     return [part(at - 50, at), word, part(at + words[0].length, at + 90)];
   };
   function show() {
-    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean).map(forgive);
     list.hidden = words.length === 0;
     if (list.hidden) return;
     const found = find(words).map(({ page, url, heading, text }) => {
