@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import html
 import http.server
+import itertools
 import json
 import keyword
 import math
@@ -222,7 +223,7 @@ class Site:
         text = re.sub(r"^@@(\w+)@@(.*)@@\n( *```)(\w*)", r"\3\4 \1 \2", text, flags=re.M)
         tokens = self.md.parse(text)
         self._resolve(tokens)
-        for before, token in zip(tokens, tokens[1:]):  # what stands in a heading or a cell knows it
+        for before, token in itertools.pairwise(tokens):  # what stands in a heading or a cell knows it
             kind = {"heading_open": "heading", "th_open": "cell", "td_open": "cell"}.get(before.type)
             for child in token.children or [] if kind else []:
                 child.meta["in"] = kind
@@ -612,7 +613,7 @@ def source_html(site: Site, path: Path) -> str:
 
 
 def front_text(readme: str) -> str:
-    """The README as the front page shows it: where to start, the map for its table, a bet, the ranking, then the rest."""
+    """The README as the front page shows it: where to start, the map for its table, a bet, the ranking, the rest."""
     text = re.sub(r"(?:^\|.*\n)+", "@@map@@\n", readme, count=1, flags=re.M)
     text = re.sub(r"^This is the house[^\n]*\n\n```mermaid\n.*?^```\n", "\n", text, flags=re.M | re.S)
     before, lessons, rest = re.split(r"^(?=## )", text, maxsplit=2, flags=re.M)

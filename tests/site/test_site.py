@@ -595,8 +595,13 @@ def test_search_theme_and_front_page(open_page):
     assert any("code/02_paged_attention.html" in a.get_attribute("href") for a in page.locator(".results a").all())
     page.keyboard.press("Escape")
     assert page.locator(".results").is_hidden()
-    for typed, first in (("swap", "11_preemption.html"), ("kv cache", "01_kv_cache.html"),
-                         ("paged atention", "02_paged_attention.html"), ("slot_mapping", "glossary.html#term-slot")):  # fmt: skip
+    wanted = {
+        "swap": "11_preemption.html",
+        "kv cache": "01_kv_cache.html",
+        "paged atention": "02_paged_attention.html",
+        "slot_mapping": "glossary.html#term-slot",
+    }
+    for typed, first in wanted.items():
         page.locator(".bar input").fill(typed)
         found = [a.get_attribute("href") for a in page.locator(".results a").all()]
         assert first in found[:2] and not found[0].startswith("code/"), typed
