@@ -83,8 +83,11 @@ def find_pages() -> list[Page]:
         number, _, title = first.partition(" · ")
         lessons.append(Page(source, number, *listed.get(source.stem, (title, ""))))
     lessons.sort(key=lambda page: page.number)
-    ends = [Page(HERE / "README.md", "", "How to read the lessons"), Page(HERE / "glossary.md", "", "Glossary")]
-    return [Page(ROOT / "README.md", "", TITLE), ends[0], *lessons, ends[1]]
+    how_to, missing = (
+        Page(HERE / "README.md", "", "How to read the lessons"),
+        Page(HERE / "not_here.md", "", "What is not here"),
+    )
+    return [Page(ROOT / "README.md", "", TITLE), how_to, *lessons, missing, Page(HERE / "glossary.md", "", "Glossary")]
 
 
 # --- 2. Code with colours -------------------------------------------------------------------------------------------
