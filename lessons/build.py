@@ -308,7 +308,11 @@ class Site:
                 known = definitions(path) if path.is_file() else {}
                 if url is None and name in known and (text != name or re.search(r"[A-Z_.]", name)):
                     url = f"{self.source_url(path)}#L{known[name]}"
-        if url is None and self.page.headings and self.page.headings[-1][1] == "where-it-lives-in-vllm-today":
+        if (
+            url is None
+            and self.page.headings
+            and self.page.headings[-1][1] in ("where-it-lives-in-vllm-today", "what-to-read")
+        ):
             match = re.match(r"([a-z][\w/]+\.py)(?![\w/])", text)
             if match and not (ROOT / match[1]).exists() and "/" in match[1]:
                 url = VLLM + match[1]
