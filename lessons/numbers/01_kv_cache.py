@@ -42,6 +42,7 @@ lesson = registry.lesson(KEY)
 
 # What SmolLM2 answers to the script's QUESTION, greedily in fp32, with right positions and with positions that restart
 # at 0. A test compares both with the model.
+CARDS = {"24": "RTX 4090 24GB", "40": "A100 40GB", "80": "H100 80GB", "141": "H200 141GB"}  # GB on the box: card
 RECORDED = {
     "right": ["The", " planets", " of", " the", " solar", " system", " are", ":", " Mercury", ",", " Venus", ",",
               " Earth", ",", " Mars", ",", " Jupiter", ",", " Saturn", ",", " Uranus", ",", " Neptune", ","],
@@ -159,13 +160,13 @@ def facts() -> dict[str, Any]:
         },
         "weight_bytes": {slug(name): weight_bytes(config) for name, config in MODELS.items()},
         "fit": {
-            slug(name): {str(gb): sequences_that_fit(gb * 1e9, config, 2048) for gb in (24, 40, 80, 141)}
+            slug(name): {gb: sequences_that_fit(HARDWARE[card].memory, config, 2048) for gb, card in CARDS.items()}
             for name, config in MODELS.items()
         },
         # A latent vector has no heads to deal out: eight GPUs share the weights, and each keeps the whole cache.
         "fit_tp8_h200": {
             "deepseek_v3": int(
-                (GPU_MEMORY_UTILIZATION * 141e9 - weight_bytes(MODELS["DeepSeek-V3"]) / 8)
+                (GPU_MEMORY_UTILIZATION * HARDWARE[CARDS["141"]].memory - weight_bytes(MODELS["DeepSeek-V3"]) / 8)
                 // (2048 * deepseek.bytes_per_token())
             )
         },

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 
+MIB = 2**20
+
+
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """Vendor figures: memory in bytes, HBM bandwidth in bytes/s, dense bf16 tensor-core rate in FLOP/s.
+    """Memory in bytes, as the card's driver reports it (`nvidia-smi`, `rocm-smi`); HBM bandwidth in bytes/s and dense
+    bf16 tensor-core rate in FLOP/s, as the data sheet has them.
 
-    A data sheet's GB of memory are taken as 10^9 bytes. Most cards have some 6 % more (an "80 GB" H100 79.6 GiB), about
-    what a server keeps for activations and graphs.
+    A name's GB are the vendor's: an "80 GB" H100 has 85.5 · 10^9 bytes, a "141 GB" H200 150.8 · 10^9.
     """
 
     name: str
@@ -28,16 +31,16 @@ class GPU:
         return max(flops / self.flops, bytes_moved / self.bandwidth)
 
 
-# Data sheets: NVIDIA A10, A100 (SXM), H100 (SXM), H200, RTX 4090; AMD MI300X.
+# Drivers' memory and data sheets' rates: NVIDIA A10, A100 (SXM), H100 (SXM), H200, RTX 4090; AMD MI300X.
 HARDWARE = {
     gpu.name: gpu
     for gpu in (
-        GPU("A10 24GB", 24e9, 600e9, 125e12),
-        GPU("RTX 4090 24GB", 24e9, 1008e9, 165e12),
-        GPU("A100 40GB", 40e9, 1555e9, 312e12),
-        GPU("A100 80GB", 80e9, 2039e9, 312e12),
-        GPU("H100 80GB", 80e9, 3350e9, 989e12),
-        GPU("H200 141GB", 141e9, 4800e9, 989e12),
-        GPU("MI300X 192GB", 192e9, 5300e9, 1307e12),
+        GPU("A10 24GB", 23_028 * MIB, 600e9, 125e12),
+        GPU("RTX 4090 24GB", 24_564 * MIB, 1008e9, 165e12),
+        GPU("A100 40GB", 40_960 * MIB, 1555e9, 312e12),
+        GPU("A100 80GB", 81_920 * MIB, 2039e9, 312e12),
+        GPU("H100 80GB", 81_559 * MIB, 3350e9, 989e12),
+        GPU("H200 141GB", 143_771 * MIB, 4800e9, 989e12),
+        GPU("MI300X 192GB", 196_592 * MIB, 5300e9, 1307e12),
     )
 }

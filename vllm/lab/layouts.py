@@ -469,7 +469,7 @@ def draw(folder: str | Path) -> list[Path]:
     labels = [f"{name.replace('Llama-3.1-', '')}, {layout}" for name, layout, _ in rows]
     axes[1].set_yticks(list(at), labels, fontsize=8)
     axes[1].invert_yaxis()
-    axes[1].set(xlabel="GB of each H100 (92 % of 80)", title="memory")
+    axes[1].set(xlabel=f"GB of each H100 (92 % of {H100.memory / 1e9:.1f})", title="memory")
     axes[1].legend(
         fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.16), handlelength=1.0, columnspacing=0.8
     )
