@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-
 MIB = 2**20
 
 
