@@ -33,7 +33,7 @@ needs_node = pytest.mark.skipif(
 
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
-SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
+SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "12_multi_lora": 20,
           "06d_load_generator": 30, "06f_openai_api": 50, "04c_speed": 15}  # fmt: skip
 OTHERS = 60  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
@@ -174,11 +174,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
     "02_paged_attention": [
         ("02_paged_attention.mjs", "hole >= size", "hole > size"),
         ("02_paged_attention.mjs", "const missing = ceil_div(", "const missing = 1 + ceil_div("),
-        ("02_paged_attention.mjs", "last[0] + last[1] === start) last[1]", "last[0] + last[1] < start) last[1]"),
         ("02_paged_attention.mjs", "last[0] + last[1] === first) last[1]", "last[0] === first) last[1]"),
-        ("02_paged_attention.mjs", "      blocked = false;", "      blocked = true;"),
-        ("02_paged_attention.mjs", "&& !stuck", ""),
-        ("02_paged_attention.mjs", "num_slots / 64) - 1;", "num_slots / 64);"),
+        ("02_paged_attention.mjs", "ref_count[last] > 1", "ref_count[last] > 0"),
+        ("02_paged_attention.mjs", "      this.pool.free([last]);", ""),
+        ("02_paged_attention.mjs", "this.pool.touch(this.blocks);", ""),
+        ("02_paged_attention.mjs", "waiting.unshift(what)", "waiting.push(what)"),
+        ("02_paged_attention.mjs", "i * unit + j < tokens", "i * unit + j <= tokens"),
         (POOL, "n > this.num_free_blocks", "n >= this.num_free_blocks"),
         (POOL, "of [...blocks].reverse()) this.free_queue.push_front", "of blocks) this.free_queue.push_front"),
         (TEXT, "(a + b - 1) / b", "(a + b) / b"),
