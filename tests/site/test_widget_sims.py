@@ -165,10 +165,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
     "01_kv_cache": [
         ("01_kv_cache.mjs", "stop > room", "stop >= room"),
         ("01_kv_cache.mjs", "cached && i > 0", "cached && i > 1"),
-        ("01_kv_cache.mjs", "elements: 512 + 64", "elements: 2 * (512 + 64)"),
+        ("01_kv_cache.mjs", "(T * (T - 1)) / 2", "(T * (T + 1)) / 2"),
+        ("01_kv_cache.mjs", "Math.max(flops / rate, moved / bandwidth)", "flops / rate"),
+        ("01_kv_cache.mjs", "end + us[done] <= now", "end + us[done] < now"),
         ("01_kv_cache.mjs", "const usable_bytes = Math.floor(", "const usable_bytes = Math.ceil("),
-        ("01_kv_cache.mjs", "restart_positions ? 0 : start", "start"),
-        ("01_kv_cache.mjs", "cache && restart_positions ?", "restart_positions ?"),
+        ("01_kv_cache.mjs", "oom_step === null ? Math.max(...took) :", "false ? 0 :"),
+        ("01_kv_cache.mjs", "(2 * took[1] + took[0])", "(2 * took[1])"),
         (TEXT, 'return String(n).replace(', 'return String(n + 1).replace('),
     ],
     "02_paged_attention": [
