@@ -63,7 +63,7 @@ WIDGET_CHOICES = {
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Two runs of `batch` equal requests on one clock: with a cache, until memory is full, and without one.
 
-    params: prompt, new_tokens, batch (integers), restart_positions (boolean), gpu (one of GPUS), model. A step lasts its
+    params: prompt, new_tokens, batch (integers), restart_positions (boolean), gpu and model. A step lasts its
     roofline, and full memory ends the race. The rows come from `KVCache.allocate_slots` on the meta device, the passes
     from `steps`. Each run lists for every step the tokens computed and the µs. `clock` lists µs, and for either
     run the steps done and the token-forwards; `cache_bytes` lists what is held then. Raises InputError.

@@ -274,6 +274,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06_serving.mjs", "num_inside + 1 > this", "num_inside > this"),
         ("06_serving.mjs", "now = Math.max(now, arrivals[arrived])", "now += step_us"),
         ("06_serving.mjs", "if (first[i] < 0) ", ""),
+        ("06_serving.mjs", "arrivals[request_id] > PATIENCE", "arrivals[request_id] > 2 * PATIENCE"),
+        ("06_serving.mjs", "gap * USUAL_STEP * TOKENS", "gap * step_us * TOKENS"),
         ("06_serving.mjs", "turns ? 0 : Math.min(cpu, gpu)", "0"),
         ("06_serving.mjs", "ceil_div(99 * waits.length, 100) - 1", "ceil_div(99 * waits.length, 100)"),
     ],
