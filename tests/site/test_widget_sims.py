@@ -192,6 +192,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         (FLOATS, "below % 2 !== 0", "true"),
         (FLOATS, "exponent - 10)", "exponent - 9)"),
         ("03_flash_attention.mjs", "> tile.before.m", ">= tile.before.m"),
+        ("03_flash_attention.mjs", "share * alpha", "share"),
         ("03_flash_attention.mjs", "rescale && subtract_max", "rescale"),
     ],
     "04_continuous_batching": [
