@@ -611,7 +611,7 @@ def admitted(block_size: int, num_slots: int, lengths: Sequence[int]) -> tuple[i
 
 
 def short_chats() -> list[int]:
-    """Lengths of 400 requests, of 20 to 199 tokens, by Lehmer's random numbers: the page's widget has the same."""
+    """Lengths of 400 requests, of 20 to 199 tokens, by Lehmer's random numbers."""
     lengths, x = [], 1
     for _ in range(400):
         x = x * 16807 % 2147483647

@@ -50,74 +50,87 @@ RECORDED = {
                   ".", "com", ".", "com", ".", "com", ".", "com", ".", "com", ".", "com", "."],
 }  # fmt: skip
 
+GPUS = {"A10": 24, "H100": 80, "MI300X": 192}  # name -> GiB; their speeds are in `HARDWARE`
+TICKS = 60  # of the clock on which the two runs race
 WIDGET_DEFAULT: dict[str, Any] = {
-    "prompt": 512, "new_tokens": 512, "cache": True, "model": "Llama-3.1-8B", "batch": 1, "gpu_gib": 24,
-    "restart_positions": False,
+    "prompt": 512, "new_tokens": 512, "model": "Llama-3.1-8B", "batch": 1, "gpu": "A10", "restart_positions": False,
 }  # fmt: skip
 WIDGET_CHOICES = {
-    "prompt": range(1, 131073), "new_tokens": range(1, 4097), "batch": range(1, 1025), "gpu_gib": range(1, 4097),
-    "cache": (True, False), "restart_positions": (True, False), "model": tuple(MODELS),
+    "prompt": range(1, 4097), "new_tokens": range(1, 4097), "batch": range(1, 1025), "gpu": tuple(GPUS),
+    "restart_positions": (True, False), "model": ("SmolLM2-135M", "Llama-2-7B", "Llama-3.1-8B"),
 }  # fmt: skip
 
 
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """The bill of `batch` equal requests: token-forwards and cache bytes of every step, and the step that runs out.
+    """Two runs of `batch` equal requests on one clock: with a cache, until memory is full, and without one.
 
-    params: prompt, new_tokens, batch, gpu_gib (integers), cache, restart_positions (booleans), model (one of MODELS).
-    The rows come from `KVCache.allocate_slots` on the meta device, the passes from `steps`. Raises InputError.
+    params: prompt, new_tokens, batch (integers), restart_positions (boolean), gpu and model. A step lasts its
+    roofline, and full memory ends the race. The rows come from `KVCache.allocate_slots` on the meta device, the passes
+    from `steps`. Each run lists for every step the tokens computed and the µs. `clock` lists µs, and for either
+    run the steps done and the token-forwards; `cache_bytes` lists what is held then. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
-    config = MODELS[p["model"]]
+    config, gib = MODELS[p["model"]], GPUS[p["gpu"]]
+    gpu, batch = HARDWARE[f"{p['gpu']} {gib}GB"], p["batch"]
     spec, weights = lesson.KVCacheSpec.from_config(config), weight_bytes(config)
-    usable = p["gpu_gib"] * 2**30 * 92 // 100
-    per_position = p["batch"] * spec.bytes_per_token()  # all requests are equal: one row number, `batch` rows
+    usable = gib * 2**30 * 92 // 100
+    per_position = batch * spec.bytes_per_token()  # all requests are equal: one row number, `batch` rows
     room = max(0, (usable - weights) // per_position)
-    cache = lesson.KVCache(spec, 1, room, torch.bfloat16, torch.device("meta")) if p["cache"] else None
-    trace: dict[str, Any] = {
+    cache = lesson.KVCache(spec, 1, room, torch.bfloat16, torch.device("meta"))
+    fits, oom_step = weights <= usable, None
+    runs: dict[bool, dict[str, list[int]]] = {kind: {"forwards": [], "us": []} for kind in (True, False)}
+    held = [0]  # bytes of the cache after so many steps
+    for cached, run in runs.items():
+        for step, (start, stop) in enumerate(lesson.steps(p["prompt"], p["new_tokens"], cached) if fits else ()):
+            if cached:
+                try:
+                    cache.allocate_slots([stop - start])
+                except lesson.CacheFull:
+                    oom_step = step
+                    break
+                held.append(cache.seq_lens[0] * per_position)
+            run["forwards"].append(batch * (stop - start))
+            run["us"].append(int(1e6 * gpu.seconds(*step_cost(config, batch, stop - start, stop))))
+    took, without = sum(runs[True]["us"]), sum(runs[False]["us"])
+    clock, cache_bytes = [], []
+    for tick in range(1, TICKS + 1):
+        now = (max(took, without) if oom_step is None else took) * tick // TICKS
+        row = [now]
+        for run in runs.values():
+            done = sum(end <= now for end in itertools.accumulate(run["us"]))
+            row += [done, sum(run["forwards"][:done])]
+        clock.append(row)
+        cache_bytes.append(held[row[1]])
+    whole = len(runs[True]["us"]) == p["new_tokens"]
+    return {
         "params": p, "bytes_per_token": spec.bytes_per_token(), "weight_bytes": weights, "usable_bytes": usable,
-        "room": room, "oom_step": None if weights <= usable else 0,
-        "forwards": [], "reused": [], "positions": [], "cache_bytes": [],
+        "gpu_bytes": gib * 2**30, "room": room, "oom_step": oom_step if fits else 0,
+        "with": runs[True], "without": runs[False], "took": [took, without],
+        "times": (2 * without + took) // (2 * took) if whole else 0, "clock": clock, "cache_bytes": cache_bytes,
+        "text": RECORDED["restarted" if p["restart_positions"] else "right"],
     }  # fmt: skip
-    for step, (start, stop) in enumerate(lesson.steps(p["prompt"], p["new_tokens"], p["cache"])):
-        if trace["oom_step"] is None and cache is not None:
-            try:
-                cache.allocate_slots([stop - start])
-            except lesson.CacheFull:
-                trace["oom_step"] = step
-        if trace["oom_step"] is not None:
-            break
-        trace["forwards"].append(p["batch"] * (stop - start))
-        trace["reused"].append(p["batch"] * start)
-        trace["positions"].append(0 if p["restart_positions"] else start)
-        trace["cache_bytes"].append(cache.seq_lens[0] * per_position if cache is not None else 0)
-    trace["total_forwards"] = sum(trace["forwards"])
-    trace["text"] = RECORDED["restarted" if p["cache"] and p["restart_positions"] else "right"]
-    return trace
 
 
 def describe(trace: dict[str, Any]) -> str:
-    """The state of the simulation as text, as the widget's slot shows it."""
-    p, done = trace["params"], len(trace["forwards"])
+    """The end of a simulation as text, as the widget's slot shows it."""
+    p, (took, without) = trace["params"], trace["took"]
+    few, many = (sum(trace[run]["forwards"]) for run in ("with", "without"))
     lines = [
-        f"{p['model']}, bf16: {trace['bytes_per_token']:,} bytes of KV cache per token, "
-        f"weights {trace['weight_bytes'] / 2**30:.2f} GiB",
-        f"{p['batch']} × ({p['prompt']} prompt + {p['new_tokens']} new tokens), cache {'on' if p['cache'] else 'off'}, "
-        f"GPU {p['gpu_gib']} GiB, of which {trace['usable_bytes'] / 2**30:.2f} usable",
+        f"{p['model']} in bf16 on one {p['gpu']}: weights {trace['weight_bytes'] / 2**30:.2f} GiB, "
+        f"of {trace['usable_bytes'] / 2**30:.2f} usable; {trace['bytes_per_token']:,} bytes of cache per token",
+        f"{p['batch']} × ({p['prompt']} prompt + {p['new_tokens']} new tokens)",
+        f"with a cache:    {few:>12,} token-forwards, {took / 1e6:>9,.2f} s, "
+        f"{trace['cache_bytes'][-1] / 2**30:.2f} GiB of keys and values",
+        f"without a cache: {many:>12,} token-forwards, {without / 1e6:>9,.2f} s",
     ]
-    shown = sorted({0, 1, 2, done - 1} & set(range(done)))
-    for before, step in zip([-1, *shown], shown):
-        if step - before > 1:
-            lines.append("  …")
-        forwards, reused, position, held = (trace[k][step] for k in ("forwards", "reused", "positions", "cache_bytes"))
-        lines.append(f"  step {step:>4}: forwards {forwards:,}, reuses {reused:,}, first position {position}, "
-                     f"cache {held / 2**20:,.1f} MiB")  # fmt: skip
-    lines.append(f"token-forwards: {trace['total_forwards']:,} in {done} steps")
     if trace["weight_bytes"] > trace["usable_bytes"]:
         lines.append("OUT OF MEMORY at step 0: the weights alone do not fit")
     elif trace["oom_step"] is not None:
         lines.append(
             f"OUT OF MEMORY at step {trace['oom_step']}: room for {trace['room']:,} positions of {p['batch']} sequences"
         )
+    else:
+        lines.append(f"the cache makes it {trace['times']} times as fast")
     lines.append(f"SmolLM2 says:\n{''.join(trace['text'])!r}")
     return "\n".join(lines)
 
@@ -146,7 +159,7 @@ def facts() -> dict[str, Any]:
     opt, eight_spec, deepseek = (specs[name] for name in ("OPT-13B", "Llama-3.1-8B", "DeepSeek-V3"))
     passes = {kind: list(lesson.steps(512, 512, kind == "cached")) for kind in ("cached", "uncached")}
     forwards = {kind: [stop - start for start, stop in ranges] for kind, ranges in passes.items()}
-    broken = simulate(WIDGET_DEFAULT | {"batch": 64})
+    race, broken = simulate(WIDGET_DEFAULT), simulate(WIDGET_DEFAULT | {"batch": 64})
     latent_fp8 = vector_bytes(512, 8, 32, 128) + vector_bytes(64, 16)  # a scale per 128; the rotated key stays bf16
     return {
         "bytes_per_token": {slug(name): spec.bytes_per_token() for name, spec in specs.items()},
@@ -182,6 +195,12 @@ def facts() -> dict[str, Any]:
         "itl": _latency_facts(),
         "programs": {f"b{B}": B * eight_spec.num_kv_heads for B in (1, 32)},
         "break_it": {"oom_step": broken["oom_step"], "room": broken["room"]},
+        "race": {
+            "times": race["times"],
+            "fewer": sum(forwards["uncached"]) // sum(forwards["cached"]),
+            **dict(zip(("with_s", "without_s"), (us / 1e6 for us in race["took"]))),
+        },
+        "crowd": simulate(WIDGET_DEFAULT | {"batch": 64, "gpu": "MI300X", "prompt": 2048})["times"],
     }
 
 

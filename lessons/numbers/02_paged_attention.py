@@ -206,156 +206,163 @@ def sharing(n: int, lengths: Sequence[tuple[int, int]], block_size: int = 16) ->
     return 1 - used / entries
 
 
-# --- The simulation: three allocators, one workload -----------------------------------------------------------------
+# --- The simulation: one table that grows, among others -------------------------------------------------------------
 
 ALLOCATORS = ("paged", "contiguous", "first-fit")
-WORKLOADS = {
-    "short chats": "400 requests of 20 to 199 tokens arrive",
-    "one size": "400 requests of 64 tokens arrive",
-    "holes": "requests of 64 tokens fill the memory, every second one finishes, one of 100 arrives",
-    "growing": "40 requests arrive with 32 tokens and grow to 256, 32 at a time",
-}
-WIDGET_DEFAULT = {"allocator": "paged", "block_size": 16, "num_slots": 16384, "workload": "short chats", "finish": -1}
-
-
-def workload_events(workload: str, num_slots: int) -> list[tuple[str, Any]]:
-    """("arrive", [(request, tokens now, in the end), …]), ("grow", request) by 32 tokens, or ("finish", request)."""
-    if workload == "short chats":
-        arrivals, x = [], 1
-        for i in range(400):
-            x = x * 16807 % 2147483647  # Lehmer's generator: exact in JavaScript as well
-            arrivals.append((i, 20 + x % 180, 20 + x % 180))
-        return [("arrive", arrivals)]
-    if workload == "one size":
-        return [("arrive", [(i, 64, 64) for i in range(400)])]
-    if workload == "holes":
-        n = num_slots // 64 - 1
-        fill = ("arrive", [(i, 64, 64) for i in range(n)])
-        return [fill, *(("finish", i) for i in range(1, n, 2)), ("arrive", [(n, 100, 100)])]
-    return [("arrive", [(i, 32, 256) for i in range(40)]), *(("grow", i) for _ in range(7) for i in range(40))]
-
-
-def spans(where: lesson.BlockTable | Reservation, first: int = 0) -> list[list[int]]:
-    """The memory of a request, from its block number `first` on, as [first slot, slots]; neighbours joined."""
-    if isinstance(where, Reservation):
-        return [[where.start, where.capacity]]
-    joined: list[list[int]] = []
-    for block in where.blocks[first:]:
-        if joined and sum(joined[-1]) == block * where.block_size:
-            joined[-1][1] += where.block_size
-        else:
-            joined.append([block * where.block_size, where.block_size])
-    return joined
-
-
+ROOM, LONGEST = 512, 64  # slots in all; the tokens that any request may reach
+WIDGET_DEFAULT = {"allocator": "paged", "block_size": 4, "fork": False, "finish": False}
 WIDGET_CHOICES = {
     "allocator": ALLOCATORS,
-    "block_size": [1 << k for k in range(12)],
-    "num_slots": [4096, 8192, 16384],
-    "workload": list(WORKLOADS),
-    "finish": range(-1, 400),
+    "block_size": [1 << k for k in range(7)],
+    "fork": [False, True],
+    "finish": [False, True],
 }
+
+
+def arrivals() -> list[tuple[str, int]]:
+    """40 requests of 4 to 32 tokens, by Lehmer's random numbers, which are exact in JavaScript as well."""
+    requests, x = [], 1
+    for i in range(40):
+        x = x * 16807 % 2147483647
+        requests.append((str(i + 1), 4 + x % 29))
+    return requests
+
+
+def widget_events(fork: bool, finish: bool) -> list[tuple[str, Any]]:
+    """("arrive", requests), ("first", request), ("grow", (name, tokens)), ("fork", name), or ("finish", names).
+
+    A request is (name, tokens now, tokens in the end).
+    """
+    others = [(name, n, n) for name, n in arrivals()]
+    events: list[tuple[str, Any]] = [("arrive", [("A", 10, LONGEST)])]
+    for i in range(8):
+        events += [("arrive", others[i : i + 1]), ("grow", ("A", 6))]
+        events += [("finish", ["2"])] * (i == 3)
+    if fork:
+        events += [("fork", "A"), ("grow", ("B", 1)), ("grow", ("A", 1))]
+    events.append(("arrive", others[8:]))
+    if finish:
+        events += [("finish", [name for name, _, _ in others[::2]]), ("first", ("L", 40, 40))]
+    return events
 
 
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """Requests arrive, grow and finish; an allocator places them, first come, first served. JSON to JSON.
+    """A grows among 40 requests that arrive, first come, first served; an allocator places them. JSON to JSON.
 
-    params: as WIDGET_CHOICES lists them; `finish` is a request that finishes at the end, or −1. Returns each admission,
-    refusal, growth (or that there is no room for it: stuck) and finish, with the spans of slots taken or given and the
-    state after it. Raises InputError.
+    params: as WIDGET_CHOICES lists them. `fork`: B begins as a copy of A. `finish`: in the end every second request
+    leaves, and L, of 40 tokens, comes and is the first in the queue. Returns a step for each admission, growth, fork
+    and finish, and for each of them that found no room (`why`). A step holds the whole memory after it: `places` lists
+    [request, tokens, slots of a unit, first slot of each unit], a unit being a block or a reservation; `queue` lists
+    the blocks that will be taken next, `copied` [source, target] of a block. Raises InputError.
     """
     params = checked(params, WIDGET_CHOICES)
-    paged, size, num_slots = params["allocator"] == "paged", params["block_size"], params["num_slots"]
-    memory = lesson.BlockPool(num_slots // size) if paged else FirstFit(num_slots)
-    places: dict[int, lesson.BlockTable | Reservation] = {}
-    length: dict[int, int] = {}
-    queue: collections.deque[tuple[int, int, int]] = collections.deque()
+    paged, size = params["allocator"] == "paged", params["block_size"]
+    memory = lesson.BlockPool(ROOM // size) if paged else FirstFit(ROOM)
+    places: dict[str, lesson.BlockTable | Reservation] = {}
+    length: dict[str, int] = {}
+    waiting: collections.deque[tuple[str, int, int]] = collections.deque()
     steps: list[dict[str, Any]] = []
+    moved = 0  # slots that were copied
 
-    def record(event: str, request: int, tokens: int, moved: list[list[int]], why: object = "") -> None:
+    def record(event: str, request: str, tokens: int, copied: list[int] | None = None, why: object = "") -> None:
         holes = [memory.num_free_blocks * size] if paged else [hole for _, hole in memory.holes]
+        rows, held = [], set()
+        for name, where in places.items():
+            starts = [block * size for block in where.blocks] if paged else [where.start]
+            unit = size if paged else where.capacity
+            rows.append([name, length[name], unit, starts])
+            held.update([start + i for start in starts for i in range(unit)][: length[name]])
+        state = {
+            "running": len(places),
+            "waiting": len(waiting),
+            "tokens": len(held),
+            "taken": ROOM - (size if paged else 0) - sum(holes),
+            "free": sum(holes),
+            "largest_fit": max(holes, default=0),
+            "copied": moved,
+        }
+        queue = list(memory.free_queue)[:16] if paged else []
         steps.append(
-            {
-                "event": event,
-                "request": request,
-                "tokens": tokens,
-                "spans": moved,
-                "why": str(why),
-                "state": {
-                    "running": len(places),
-                    "waiting": len(queue),
-                    "tokens": sum(length.values()),
-                    "taken": sum(where.capacity for where in places.values()),
-                    "free": sum(holes),
-                    "largest_fit": max(holes, default=0),
-                },
-            }
+            {"event": event, "request": request, "tokens": tokens, "copied": copied, "why": str(why)}
+            | {"queue": queue, "places": rows, "state": state}
         )
 
-    stuck = blocked = False  # no room: for one that must grow; for the queue's head, and nothing was freed since
-    for event, what in [*workload_events(params["workload"], num_slots), ("finish", params["finish"])]:
+    blocked = False  # there was no room for the queue's head when it was last looked at
+    for event, what in widget_events(params["fork"], params["finish"]):
         if event == "arrive":
-            queue.extend(what)
-        elif event == "grow" and what in places and not stuck:
+            waiting.extend(what)
+            blocked = False
+        elif event == "first":
+            waiting.appendleft(what)
+            blocked = False
+        elif event == "grow" and what[0] in places:
+            name, more = what
             try:
-                before = len(places[what].blocks) if paged else 0
-                places[what].append(32)
-                length[what] += 32
-                record("grow", what, 32, spans(places[what], before) if paged else [])
+                copies = places[name].append(more) or []
+                length[name] += more
+                moved += size * len(copies)
+                record("grow", name, more, list(copies[0]) if copies else None)
             except lesson.OutOfBlocks as error:
-                record("stuck", what, 32, [], error)
-                stuck = True  # somebody has to go: lesson 11
-        elif event == "finish" and what in places:
-            where, blocked = places.pop(what), False
-            given = spans(where)
-            where.free()
-            record("finish", what, length.pop(what), given)
-        while queue and not blocked:
-            request, tokens, final = queue[0]
+                record("grow", name, more, None, error)
+        elif event == "fork":
             try:
-                reserved = MAX_MODEL_LEN if params["allocator"] == "contiguous" else final
-                places[request] = place(memory, tokens, reserved, size)
-                length[request] = tokens
-                queue.popleft()
-                record("admit", request, tokens, spans(places[request]))
+                places["B"] = places["A"].fork() if paged else Reservation(memory, LONGEST)
+                length["B"] = length["A"]
+                moved += 0 if paged else length["A"]
+                record("fork", "B", length["B"])
             except lesson.OutOfBlocks as error:
-                record("refuse", request, tokens, [], error)
+                record("fork", "B", length["A"], None, error)
+        elif event == "finish":
+            left = [name for name in what if name in places]
+            for name in left:
+                places.pop(name).free()
+            record("finish", " ".join(left), sum(length.pop(name) for name in left))
+        while waiting and not blocked:
+            name, tokens, final = waiting[0]
+            try:
+                places[name] = place(memory, tokens, LONGEST if params["allocator"] == "contiguous" else final, size)
+                length[name] = tokens
+                waiting.popleft()
+                record("admit", name, tokens)
+            except lesson.OutOfBlocks as error:
+                record("admit", name, tokens, None, error)
                 blocked = True
-    return {
-        "params": params,
-        "null_slots": size if paged else 0,
-        "steps": steps,
-        "final": steps[-1]["state"],
-        "places": [[request, length[request], spans(where)] for request, where in places.items()],
-    }
+    return {"params": params, "null_slots": size if paged else 0, "steps": steps, "final": steps[-1]["state"]}
 
 
 def describe(trace: dict[str, Any]) -> str:
-    """The end of a simulation as text: a strip of memory, and what is in it."""
-    params, end, cell = trace["params"], trace["final"], trace["params"]["num_slots"] // 64
-    slots = [
-        (slot, i < tokens)
-        for _, tokens, where in trace["places"]
-        for i, slot in enumerate(start + j for start, size in where for j in range(size))
-    ]
-    taken = collections.Counter(slot // cell for slot, _ in slots)  # per 64th of the memory
-    held = collections.Counter(slot // cell for slot, full in slots if full)
+    """The end of a simulation as text: A's table, a strip of memory, and what is in it."""
+    params, end, last = trace["params"], trace["final"], trace["steps"][-1]
+    paged, size = params["allocator"] == "paged", params["block_size"]
+    slots: dict[int, bool] = {}  # slot -> does it hold a token?
+    for _, tokens, unit, starts in last["places"]:
+        for i, slot in enumerate(start + j for start in starts for j in range(unit)):
+            slots[slot] = slots.get(slot, False) or i < tokens
+    taken = collections.Counter(slot // 8 for slot in slots)  # per 64th of the memory
+    held = collections.Counter(slot // 8 for slot, full in slots.items() if full)
     strip = (
-        "." if t == 0 else "-" if 2 * h < t else "+" if 10 * h < 9 * cell else "#"
+        "." if t == 0 else "-" if 2 * h < t else "+" if h < 8 else "#"
         for t, h in ((taken[i], held[i]) for i in range(64))
     )
-    blocks = f", blocks of {params['block_size']}" if params["allocator"] == "paged" else ""
-    happened = {"refuse": "refused", "stuck": "cannot grow"}
-    without = [f"request {s['request']} {happened[s['event']]}: {s['why']}" for s in trace["steps"] if s["why"]]
+    tables = [
+        f"{name}, {tokens} tokens: "
+        + (f"blocks {' '.join(str(s // size) for s in starts)}" if paged else f"{unit} slots from {starts[0]}")
+        for name, tokens, unit, starts in last["places"]
+        if name in ("A", "B")
+    ]
+    refused = [s for s in trace["steps"] if s["why"]]
+    could = {"admit": "has to wait", "grow": "cannot grow", "fork": "cannot be forked from A"}
+    blocks = f", blocks of {size}" if paged else ""
     return "\n".join(
         [
-            f"{params['allocator']}{blocks}, {params['num_slots']:,} slots: {WORKLOADS[params['workload']]}",
+            f"{params['allocator']}{blocks}, {ROOM} slots: A grows among 40 requests of 4 to 32 tokens",
+            *tables,
             f"[{''.join(strip)}]",
-            "# at least 90 % tokens   + at least half of what is taken   - less   . free",
-            f"running {end['running']}, waiting {end['waiting']}; tokens {end['tokens']:,}, taken {end['taken']:,} "
-            f"(wasted {end['taken'] - end['tokens']:,})",
-            f"free {end['free']:,}, and the largest request that fits is {end['largest_fit']:,}",
-            *without[-1:],
+            "# all tokens   + at least half of what is taken   - less   . free",
+            f"running {end['running']}, waiting {end['waiting']}; tokens {end['tokens']}, taken {end['taken']} "
+            f"(wasted {end['taken'] - end['tokens']}), copied {end['copied']}",
+            f"free {end['free']}, and the largest request that fits is {end['largest_fit']}",
+            *(f"{s['request']} {could[s['event']]}: {s['why']}" for s in refused[-1:]),
         ]
     )
 
@@ -382,19 +389,19 @@ def story() -> dict[str, Any]:
 @functools.cache
 def facts() -> dict[str, Any]:
     """What the text quotes and can be computed without a model."""
-    variants = {f"block_{1 << k}": {"block_size": 1 << k} for k in range(12)}
-    ends = {
-        name: simulate(WIDGET_DEFAULT | change)["final"]
-        for name, change in (variants | {a: {"allocator": a} for a in ALLOCATORS[1:]}).items()
-    }
+    chats = lesson.short_chats()
+    sweep = {f"block_{1 << k}": lesson.admitted(1 << k, 16384, chats) for k in range(12)}
+    changes = {"paged": {}, "block_64": {"block_size": 64}, "contiguous": {"allocator": "contiguous"}}
+    changes["holes"] = {"allocator": "first-fit", "finish": True}
+    runs = {name: simulate(WIDGET_DEFAULT | change) for name, change in changes.items()}
     opt, llama_8b = (roofline.KVCacheSpec.from_config(roofline.MODELS[name]) for name in ("OPT-13B", "Llama-3.1-8B"))
     opt_slots = 12 * 2**30 // opt.bytes_per_token()  # what the weights leave of an A100 with 40 GB
     share_gpt, alpaca = request_lengths("ShareGPT", 1500), request_lengths("Alpaca", 100)
     block = 16 * llama_8b.bytes_per_token() // llama_8b.num_layers
     return {
         "story": story(),
-        "sweep": {name: end | {"wasted": end["taken"] - end["tokens"]} for name, end in ends.items()},
-        "holes": simulate(WIDGET_DEFAULT | {"allocator": "first-fit", "workload": "holes"})["final"],
+        "sweep": {name: {"running": running, "wasted": wasted} for name, (running, wasted) in sweep.items()},
+        "widget": {name: run["final"] | {"next": run["steps"][-1]["tokens"]} for name, run in runs.items()},
         "opt_slots": opt_slots,
         "contest": {policy: contest(policy, share_gpt, opt_slots, 6000) for policy in POLICIES},
         "sharing": {f"parallel_{n}": sharing(n, alpaca) for n in PAPER_SAVED["parallel"]},

@@ -187,15 +187,18 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     params: tile, order, scale, rescale, subtract_max, precision; allowed values in WIDGET_CHOICES. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
-    keys, values, hbm, naive_hbm = lesson.ORDERS[p["order"]], list(range(1, 9)), HBM(), HBM()
-    lines = (p["rescale"], p["subtract_max"], p["precision"])
-    result, tiles = online_softmax(p["scale"], keys, values, p["tile"], *lines, hbm)
-    rows = (torch.tensor(x, dtype=torch.float64).view(-1, 1, 1) for x in ([p["scale"]], keys, values))
-    expected = counted_naive(*rows, False, naive_hbm).item()
-    allowed = 4 * len(keys) * torch.finfo(PRECISIONS[p["precision"]]).eps / 2 * expected  # four roundings a key
+    keys, values = lesson.ORDERS[p["order"]], list(range(1, 9))
+    result, tiles, hbm = _online(p, keys, values)
+    expected, naive_hbm = _expected(p, keys, values)
+    for tile in tiles:
+        seen = [s for other in tiles for s in other["scores"]][: tile["stop"]]
+        due = [math.exp(s - max(seen)) for s in seen]
+        tile["due"], tile["now"] = due, _shares(tiles, tile["stop"])  # what keys should weigh by now, and what they do
+        exact = sum(w * v for w, v in zip(due, values)) / sum(due)
+        tile["mean"] = [tile["after"]["o"] / tile["after"]["l"], round(exact, 9)]
     growths = sum(tile["after"]["m"] > tile["before"]["m"] for tile in tiles[1:])
     largest = max(abs(s) for tile in tiles for s in tile["scores"])
-    verdict = "not a number" if result != result else "right" if abs(result - expected) <= allowed else "wrong"
+    verdicts = {order: _verdict(p, row, values) for order, row in lesson.ORDERS.items()}
     return {
         "params": p,
         "keys": list(keys),
@@ -203,11 +206,40 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "tiles": _finite(tiles),
         "result": _finite(result),
         "expected": round(expected, 9),
-        "verdict": verdict,
+        "verdict": verdicts[p["order"]],
+        "verdicts": verdicts,
+        "passing": sum(verdict == "right" for verdict in verdicts.values()),
         "growths": growths,
         "largest": largest,
         "hbm_floats": {"online": hbm.floats, "naive": naive_hbm.floats},
     }
+
+
+def _online(p: dict[str, Any], keys: Sequence[float], values: Sequence[float]) -> tuple[float, list[dict], HBM]:
+    hbm = HBM()
+    lines = (p["rescale"], p["subtract_max"], p["precision"])
+    return *online_softmax(p["scale"], keys, values, p["tile"], *lines, hbm), hbm
+
+
+def _expected(p: dict[str, Any], keys: Sequence[float], values: Sequence[float]) -> tuple[float, HBM]:
+    hbm = HBM()
+    rows = (torch.tensor(x, dtype=torch.float64).view(-1, 1, 1) for x in ([p["scale"]], keys, values))
+    return counted_naive(*rows, False, hbm).item(), hbm
+
+
+def _verdict(p: dict[str, Any], keys: Sequence[float], values: Sequence[float]) -> str:
+    result, expected = _online(p, keys, values)[0], _expected(p, keys, values)[0]
+    allowed = 4 * len(keys) * torch.finfo(PRECISIONS[p["precision"]]).eps / 2 * expected  # four roundings a key
+    return "not a number" if result != result else "right" if abs(result - expected) <= allowed else "wrong"
+
+
+def _shares(tiles: list[dict[str, Any]], stop: int) -> list[float]:
+    """What each key that has been read weighs by now: its weight, times every α since."""
+    shares: list[float] = []
+    for tile in tiles:
+        if tile["start"] < stop:
+            shares = [share * tile["alpha"] for share in shares] + tile["weights"]
+    return shares
 
 
 def _finite(value: Any) -> Any:
@@ -246,6 +278,7 @@ def describe(trace: dict[str, Any]) -> str:
             else (f" (the largest score, {trace['largest']:g}, is within exp's range)")
         )
     lines.append(f"O / ℓ = {shown}, softmax says {trace['expected']:.3f}: {trace['verdict']}{excuse}")
+    lines.append("the four orders: " + ", ".join(f"{order} {verdict}" for order, verdict in trace["verdicts"].items()))
     lines.append(f"floats through HBM: {trace['hbm_floats']['online']}, unfused {trace['hbm_floats']['naive']}")
     return "\n".join(lines)
 
@@ -340,6 +373,7 @@ def facts() -> dict[str, Any]:
             "no_rescale": survivors(rescale=False),
             "no_max": survivors(subtract_max=False),
             "no_max_fp16": survivors(subtract_max=False, precision="fp16"),
+            "in_tiles_of_two": widget(rescale=False)["passing"],
         },
         "exp_limit": {name: math.log(torch.finfo(dtype).max) for name, dtype in PRECISIONS.items()},
         "hbm": {f"d{D}": {str(T): moved(T, D) for T in (1024, 2048, 4096, 8192, 16384)} for D in (64, 128)},

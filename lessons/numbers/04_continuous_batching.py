@@ -123,35 +123,39 @@ LENGTHS = {  # output tokens of each request, in order of arrival
 }
 ARRIVALS = {"together": 0, "one every 2 steps": 2, "one every 8 steps": 8}
 SEATS = [1, 2, 3, 4, 6, 8]
-WIDGET_DEFAULT = {"policy": "static", "slots": 4, "lengths": "stragglers", "arrivals": "together"}
-WIDGET_CHOICES = {"policy": list(POLICIES), "slots": SEATS, "lengths": list(LENGTHS), "arrivals": list(ARRIVALS)}
+WIDGET_DEFAULT = {"slots": 4, "lengths": "stragglers", "arrivals": "together"}
+WIDGET_CHOICES = {"slots": SEATS, "lengths": list(LENGTHS), "arrivals": list(ARRIVALS)}
 
 
 def simulate(params: dict) -> dict:
-    """The Gantt chart of one policy on one workload, from the lesson's Scheduler. Raises InputError."""
+    """The Gantt charts of both policies on one workload, from the lesson's Scheduler. Raises InputError."""
     params = checked(params, WIDGET_CHOICES)
     outputs, seats = LENGTHS[params["lengths"]], params["slots"]
     arrivals = [i * ARRIVALS[params["arrivals"]] for i in range(len(outputs))]
-    run = timeline(params["policy"], seats, outputs, arrivals=arrivals)
-    return {
-        "outputs": outputs, "arrivals": arrivals,
-        "steps": [{"slots": lanes, "waiting": waiting} for lanes, waiting in zip(run.lanes, run.waiting)],
-        "spans": run.spans, "makespan": run.makespan, "busy": run.busy, "cells": seats * run.makespan,
-        "lower_bound": lower_bound(seats, outputs, arrivals),
-        "latency_sum": sum(run.latencies), "latency_max": max(run.latencies),
+    runs = {policy: timeline(policy, seats, outputs, arrivals=arrivals) for policy in POLICIES}
+    return {"outputs": outputs, "arrivals": arrivals, "slots": seats} | {
+        policy: {
+            "steps": [{"slots": lanes, "waiting": waiting} for lanes, waiting in zip(run.lanes, run.waiting)],
+            "spans": run.spans, "makespan": run.makespan, "busy": run.busy, "cells": seats * run.makespan,
+            "bound": lower_bound(seats, outputs, arrivals),
+            "latency_sum": sum(run.latencies), "latency_max": max(run.latencies),
+        }
+        for policy, run in runs.items()
     }  # fmt: skip
 
 
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
-    outputs, slots = trace["outputs"], len(trace["steps"][0]["slots"])
-    lines = [f"{len(outputs)} requests, {sum(outputs)} output tokens, {slots} slots",
-             f"makespan {trace['makespan']} steps (no schedule needs fewer than {trace['lower_bound']})",
-             f"slots in use {100 * trace['busy'] // trace['cells']} % ({trace['busy']} of {trace['cells']} cells)",
-             f"latency: mean {trace['latency_sum'] // len(outputs)} steps, longest {trace['latency_max']}"]  # fmt: skip
-    for slot in range(slots):
-        spans = [f"#{i} [{start}, {stop})" for i, (s, start, stop) in enumerate(trace["spans"]) if s == slot]
-        lines.append(f"slot {slot}: {'  '.join(spans[:5])}{'  …' if len(spans) > 5 else ''}")
+    outputs, bound = trace["outputs"], trace["static"]["bound"]
+    lines = [f"{len(outputs)} requests, {sum(outputs)} output tokens, {trace['slots']} slots; "
+             f"no schedule needs fewer than {bound} steps"]  # fmt: skip
+    for policy in POLICIES:
+        run = trace[policy]
+        lines.append(f"{policy}: {run['makespan']} steps, {100 * run['busy'] // run['cells']} % of the slots in use; "
+                     f"latency: mean {run['latency_sum'] // len(outputs)}, longest {run['latency_max']}")  # fmt: skip
+        for slot in range(trace["slots"]):
+            spans = [f"#{i} [{start}, {stop})" for i, (s, start, stop) in enumerate(run["spans"]) if s == slot]
+            lines.append(f"  slot {slot}: {'  '.join(spans[:5])}{'  …' if len(spans) > 5 else ''}")
     return "\n".join(lines)
 
 

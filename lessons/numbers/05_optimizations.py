@@ -84,7 +84,11 @@ def simulate(params: dict) -> dict:
     first, second = PREFIX + params["suffix_a"], EDITS[params["edit"]] + params["suffix_b"]
     prompts = (("A", first, ""), ("B", second, params["salt"]), ("A again", first, ""))
     sends = [send(cache, contents, *prompt) for prompt in prompts]
-    return {"block_size": size, "hash_bits": params["hash_bits"], "pool_blocks": params["pool_blocks"], "sends": sends}
+    wrong = sum(block["wrong"] for sent in sends for block in sent["blocks"])
+    return {
+        "block_size": size, "hash_bits": params["hash_bits"], "pool_blocks": params["pool_blocks"], "sends": sends,
+        "wrong": wrong,
+    }  # fmt: skip
 
 
 def send(cache: Any, contents: dict, name: str, text: str, salt: str) -> dict:

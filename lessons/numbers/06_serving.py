@@ -41,9 +41,10 @@ WIDGET_CHOICES = {
     "gpu_ms": [2, 5, 10, 20],
     "cpu_ms": [2, 4, 8],
     "place": list(PLACED),
-    "queue_bound": [0, 8, 20, 64],
+    "queue_bound": [0, 4, 8, 20],
 }
-WIDGET_DEFAULT = {"load": 105, "gpu_ms": 20, "cpu_ms": 8, "place": "one loop", "queue_bound": 0}
+USUAL_STEP, PATIENCE = 28_000, 1_000_000  # µs: the default's step; what a user does not mind to wait
+WIDGET_DEFAULT = {"load": 50, "gpu_ms": 20, "cpu_ms": 8, "place": "one loop", "queue_bound": 0}
 
 
 def gaps(count: int, seed: int = 6) -> list[int]:
@@ -61,14 +62,15 @@ def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, 
     """The engine's scheduler and 06e's admission control on a clock of our own.
 
     A step takes cpu + gpu in one loop, the longer of the two if they overlap; then its tokens come out by the shorter
-    one later. `load` is in percent of what the seats can serve at that pace. A bound of 0 is no bound.
+    one later. `load` is in percent of what the seats serve in steps of 28 ms. A bound of 0 is no bound. `steps` lists
+    [when, running, waiting, and how many of those for more than a second].
     """
     cpu, gpu = 1000 * cpu_ms, 1000 * gpu_ms
     step = cpu + gpu if place == "one loop" else max(cpu, gpu)
     lag = 0 if place == "one loop" else min(cpu, gpu)
     arrivals, now = [], 0
     for gap in gaps(count):
-        now += gap * step * TOKENS * 100 // (SEATS * load * 1000)
+        now += gap * USUAL_STEP * TOKENS * 100 // (SEATS * load * 1000)
         arrivals.append(now)
     config = SchedulerConfig(max_model_len=64, max_num_seqs=SEATS, max_num_batched_tokens=1024)
     core = DryRun(make_scheduler(config, 1 + 4 * SEATS, 16, enable_prefix_caching=False))
@@ -87,7 +89,8 @@ def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, 
         if not core.scheduler.has_unfinished_requests():
             continue
         outputs = core.step()
-        steps.append([now, len(outputs), len(core.scheduler.waiting)])
+        late = sum(now - arrivals[int(request.request_id)] > PATIENCE for request in core.scheduler.waiting)
+        steps.append([now, len(outputs), len(core.scheduler.waiting), late])
         now += step
         for output in outputs:
             i = int(output.request_id)
@@ -95,13 +98,16 @@ def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, 
             if output.finish_reason:
                 finish[i] = now + lag
     served = [i for i in range(count) if finish[i] >= 0]
-    waits = sorted(first[i] - step - lag - arrivals[i] for i in served)
+    by_request = [first[i] - step - lag - arrivals[i] if finish[i] >= 0 else -1 for i in range(count)]
+    waits = sorted(by_request[i] for i in served)
     return {
-        "step_us": step, "arrivals": arrivals, "first": first, "finish": finish, "steps": steps, "makespan": now + lag,
+        "load": load, "step_us": step, "arrivals": arrivals, "waits": by_request, "first": first, "finish": finish,
+        "steps": steps, "makespan": now + lag,
         "served": len(served), "rejected": admission.num_rejected, "gpu_busy": gpu * len(steps),
         "gpu_percent": 100 * gpu * len(steps) // (now + lag),
         "wait_sum": sum(waits), "wait_p99": waits[-(-99 * len(waits) // 100) - 1],
-        "most_waiting": max(waiting for _, _, waiting in steps),
+        "most_waiting": max(waiting for _, _, waiting, _ in steps),
+        "mean_wait_ms": (sum(waits) // len(served) + 500) // 1000, "late": sum(wait > PATIENCE for wait in waits),
         "inside_integral": sum(finish[i] - arrivals[i] for i in served),
     }  # fmt: skip
 
@@ -112,9 +118,11 @@ def describe(trace: dict) -> str:
     return "\n".join([
         f"{len(trace['arrivals'])} requests of {TOKENS} tokens, {SEATS} seats, steps of {trace['step_us'] // 1000} ms",
         f"served {served}, rejected {trace['rejected']}; {served * TOKENS / seconds:.0f} tokens/s",
-        f"the GPU computes {trace['gpu_percent']} % of the time",
-        f"wait before the first step: mean {(trace['wait_sum'] // served + 500) // 1000} ms, "
-        f"p99 {(trace['wait_p99'] + 500) // 1000} ms; most waiting: {trace['most_waiting']}",
+        f"arrivals at {trace['load']} % of what steps of 28 ms serve; the GPU computes {trace['gpu_percent']} % of the "
+        "time",
+        f"wait before the first step: mean {trace['mean_wait_ms']} ms, "
+        f"p99 {(trace['wait_p99'] + 500) // 1000} ms; most waiting: {trace['most_waiting']}; "
+        f"more than a second: {trace['late']}",
         f"Little: {trace['inside_integral'] / trace['makespan']:.1f} inside on average = "
         f"{served / seconds:.1f} per second x {trace['inside_integral'] / served / 1e6:.2f} s",
     ])  # fmt: skip
@@ -142,13 +150,14 @@ def facts() -> dict[str, Any]:
             "steps_overlap": 1e3 / max(cpu, gpu),
         }
 
-    default = simulate(WIDGET_DEFAULT)
+    loads = {str(load): simulate(WIDGET_DEFAULT | {"load": load}) for load in (50, 95, 105, 120)}
+    overlap = simulate(WIDGET_DEFAULT | {"load": 120, "place": "two processes"})
     return {
         "gpu_share": {str(gpu): share(8, gpu) for gpu in (20, 10, 5, 2)},
         "load": {str(load): brief(load=load) for load in (50, 80, 90, 95, 105, 120)},
         "bounded": {str(load): brief(load=load, queue_bound=20) for load in (95, 105, 120)}, "requests": long["count"],
-        "widget": {"served": default["served"], "wait_ms": default["wait_sum"] / default["served"] / 1e3,
-                   "most_waiting": default["most_waiting"]},
+        "widget": {"requests": REQUESTS, "overlap": overlap["mean_wait_ms"],
+                   **{load: trace["mean_wait_ms"] for load, trace in loads.items()}},
         "seats": SEATS, "tokens": TOKENS,
         "default": {f.name: f.default for f in dataclasses.fields(EngineArgs) if type(f.default) in (int, float)},
     }  # fmt: skip

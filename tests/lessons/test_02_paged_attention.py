@@ -843,62 +843,56 @@ def test_sharing_by_hand():
 
 def all_states():
     for allocator in page.ALLOCATORS:
-        for block_size in (1, 16, 128, 2048) if allocator == "paged" else (16,):
-            for num_slots in (4096, 16384):
-                for workload in page.WORKLOADS:
-                    for finish in (-1, 5) if num_slots == 4096 else (0,):
-                        yield {"allocator": allocator, "block_size": block_size, "num_slots": num_slots,
-                               "workload": workload, "finish": finish}  # fmt: skip
+        for block_size in page.WIDGET_CHOICES["block_size"] if allocator == "paged" else (4,):
+            for fork, finish in ((False, False), (True, False), (False, True), (True, True)):
+                yield {"allocator": allocator, "block_size": block_size, "fork": fork, "finish": finish}
 
 
 def test_simulation_conserves_memory():
-    """Replaying the spans of the trace: no slot has two owners, free + taken + null = all, at every step."""
+    """At every step: only A and B share, free + taken + null = all, and nobody lacks a slot for a token."""
     for params in all_states():
         trace = page.simulate(params)
-        owner, null = np.full(params["num_slots"], -1), trace["null_slots"]
-        taken = 0
+        null = trace["null_slots"]
         for step in trace["steps"]:
-            free, request = step["event"] == "finish", step["request"]
-            for start, size in step["spans"]:
-                assert null <= start and start + size <= params["num_slots"]
-                assert (owner[start : start + size] == (request if free else -1)).all()
-                owner[start : start + size] = -1 if free else request
-                taken += -size if free else size
+            owners, full = collections.defaultdict(set), set()
+            for name, tokens, unit, starts in step["places"]:
+                mine = [start + i for start in starts for i in range(unit)]
+                assert len(set(mine)) == len(mine) >= tokens and min(mine) >= null and max(mine) < page.ROOM
+                assert params["allocator"] != "paged" or len(mine) - tokens < params["block_size"]
+                full.update(mine[:tokens])
+                for slot in mine:
+                    owners[slot].add(name)
+            assert all(len(who) == 1 or who == {"A", "B"} for who in owners.values())
             state = step["state"]
-            assert taken == state["taken"] >= state["tokens"]
-            assert taken + state["free"] + null == params["num_slots"]
-            assert (step["event"] in ("refuse", "stuck")) == bool(step["why"])
-        for request, tokens, spans in trace["places"]:
-            mine = sorted(slot for start, size in spans for slot in range(start, start + size))
-            assert mine == np.flatnonzero(owner == request).tolist() and tokens <= len(mine)
-            if params["allocator"] == "paged":
-                assert len(mine) - tokens < params["block_size"]
+            assert (state["taken"], state["tokens"]) == (len(owners), len(full))
+            assert state["taken"] + state["free"] + null == page.ROOM and state["running"] == len(step["places"])
         assert len(page.describe(trace).splitlines()) <= 15
 
 
 def test_simulation_by_hand():
     run = lambda **change: page.simulate(page.WIDGET_DEFAULT | change)  # noqa: E731
-    tokens, x = [], 1
-    for _ in range(400):
-        x = x * 16807 % 2147483647
-        tokens.append(20 + x % 180)
-    for block_size in (1, 16, 128, 2048):
-        blocks, n = 16384 // block_size - 1, 0
-        while blocks >= -(-tokens[n] // block_size):
-            blocks -= -(-tokens[n] // block_size)
+    for block_size in (1, 4, 32):  # A with 58 tokens, request 2 gone, and then as many as fit
+        blocks, n = page.ROOM // block_size - 1 - -(-58 // block_size), 0
+        queue = [tokens for name, tokens in page.arrivals() if name != "2"]
+        while blocks >= -(-queue[n] // block_size):
+            blocks -= -(-queue[n] // block_size)
             n += 1
-        assert run(block_size=block_size)["final"]["running"] == n
-    assert run(allocator="contiguous")["final"]["running"] == 8 > run(block_size=2048)["final"]["running"]
-    holes = run(allocator="first-fit", workload="holes")
-    assert holes["final"]["free"] == 8192 and holes["final"]["largest_fit"] == 64
-    assert holes["steps"][-1]["event"] == "refuse" and holes["steps"][-1]["tokens"] == 100
-    assert run(workload="holes")["steps"][-1]["event"] == "admit"
-    growing = run(workload="growing", num_slots=4096)
-    assert growing["steps"][-1]["event"] == "stuck" and growing["final"]["running"] == 40
-    assert run(workload="growing", num_slots=4096, finish=3)["steps"][-1]["event"] == "finish"
-    assert (
-        run(finish=0)["steps"][-1]["event"] in ("admit", "refuse") and run(finish=0)["steps"][142]["event"] == "finish"
-    )
+        assert run(block_size=block_size)["final"]["running"] == n + 1
+    assert run(allocator="contiguous")["final"]["running"] == 8 > run(block_size=64)["final"]["running"] == 7
+    holes = run(allocator="first-fit", finish=True)
+    assert holes["steps"][-1]["why"] and holes["steps"][-1]["tokens"] > holes["final"]["largest_fit"]
+    assert holes["final"]["free"] > 100 > run(finish=True)["final"]["free"]
+
+
+def test_simulation_copies_on_write():
+    """B begins with A's 15 blocks; its first write copies the last; A then writes in place; full blocks stay shared."""
+    steps = page.simulate(page.WIDGET_DEFAULT | {"fork": True})["steps"]
+    (at,) = [i for i, step in enumerate(steps) if step["event"] == "fork"]
+    (a, *_, b), copy, in_place = steps[at]["places"], steps[at + 1], steps[at + 2]
+    assert a[1:] == b[1:] and copy["copied"] == [52, 53] and in_place["copied"] is None
+    assert [row[3] for row in copy["places"] if row[0] in "AB"] == [a[3], [*a[3][:-1], 53 * 4]]
+    assert page.simulate(page.WIDGET_DEFAULT | {"fork": True, "block_size": 2})["final"]["copied"] == 0  # 58 is even
+    assert page.simulate(page.WIDGET_DEFAULT | {"fork": True, "allocator": "first-fit"})["final"]["copied"] == 58
 
 
 @pytest.mark.parametrize(
@@ -911,7 +905,7 @@ def test_simulation_by_hand():
     ],
 )
 def test_breaking_the_class_breaks_the_simulation(monkeypatch, cls, method, broken):
-    params = [page.WIDGET_DEFAULT | {"finish": 0}, page.WIDGET_DEFAULT | {"allocator": "first-fit"}]
+    params = [page.WIDGET_DEFAULT | {"fork": True}, page.WIDGET_DEFAULT | {"allocator": "first-fit"}]
     before = json.dumps([page.simulate(p) for p in params])
     monkeypatch.setattr(cls, method, broken)
     try:

@@ -43,8 +43,9 @@ def test_books_are_balanced(place, bound, load):
     for at, change in events:
         area, last, inside = area + inside * (at - last), at, inside + change
     assert area == trace["inside_integral"] == sum(trace["finish"][i] - trace["arrivals"][i] for i in served)
-    for _, running, waiting in trace["steps"]:
+    for _, running, waiting, late in trace["steps"]:
         assert running <= page.SEATS and (waiting == 0 or running == page.SEATS) and (not bound or waiting <= bound)
+        assert 0 <= late <= waiting
     for i in served:
         assert trace["first"][i] >= trace["arrivals"][i] + trace["step_us"]
         assert trace["finish"][i] == trace["first"][i] + (page.TOKENS - 1) * trace["step_us"], "no gaps once it runs"
@@ -77,8 +78,22 @@ def test_above_its_capacity_the_queue_grows_but_not_with_every_newcomer():
     assert mean[800] > 4 * mean[200]
 
 
+def test_who_waits_for_more_than_a_second_is_counted_while_it_waits():
+    trace = page.simulate({**page.WIDGET_DEFAULT, "load": 120})
+    for now, _, _, late in trace["steps"]:
+        inside = [now - at for at, wait in zip(trace["arrivals"], trace["waits"]) if at <= now < at + wait]
+        assert late == sum(waited > 1_000_000 for waited in inside)
+    assert trace["late"] == sum(wait > 1_000_000 for wait in trace["waits"]) == 72
+
+
+def test_a_faster_server_gets_the_same_arrivals():
+    """So that one scale serves all runs: only `load` moves them."""
+    arrivals = [page.simulate({**page.WIDGET_DEFAULT, "gpu_ms": gpu})["arrivals"] for gpu in (2, 20)]
+    assert arrivals[0] == arrivals[1]
+
+
 def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
-    params = {**page.WIDGET_DEFAULT, "queue_bound": 8}
+    params = {**page.WIDGET_DEFAULT, "load": 120, "queue_bound": 8}
     before = page.simulate(params)
     monkeypatch.setattr(AdmissionControl, "check", lambda self, inside, n=1: None)
     assert page.simulate(params)["rejected"] == 0 < before["rejected"]

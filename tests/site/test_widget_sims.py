@@ -33,7 +33,7 @@ needs_node = pytest.mark.skipif(
 
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
-SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
+SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "12_multi_lora": 20,
           "06d_load_generator": 30, "06f_openai_api": 50, "04c_speed": 15}  # fmt: skip
 OTHERS = 60  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
@@ -165,20 +165,23 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
     "01_kv_cache": [
         ("01_kv_cache.mjs", "stop > room", "stop >= room"),
         ("01_kv_cache.mjs", "cached && i > 0", "cached && i > 1"),
-        ("01_kv_cache.mjs", "elements: 512 + 64", "elements: 2 * (512 + 64)"),
+        ("01_kv_cache.mjs", "(T * (T - 1)) / 2", "(T * (T + 1)) / 2"),
+        ("01_kv_cache.mjs", "Math.max(flops / rate, moved / bandwidth)", "flops / rate"),
+        ("01_kv_cache.mjs", "end + us[done] <= now", "end + us[done] < now"),
         ("01_kv_cache.mjs", "const usable_bytes = Math.floor(", "const usable_bytes = Math.ceil("),
-        ("01_kv_cache.mjs", "restart_positions ? 0 : start", "start"),
-        ("01_kv_cache.mjs", "cache && restart_positions ?", "restart_positions ?"),
+        ("01_kv_cache.mjs", "oom_step === null ? Math.max(...took) :", "false ? 0 :"),
+        ("01_kv_cache.mjs", "(2 * took[1] + took[0])", "(2 * took[1])"),
         (TEXT, 'return String(n).replace(', 'return String(n + 1).replace('),
     ],
     "02_paged_attention": [
         ("02_paged_attention.mjs", "hole >= size", "hole > size"),
         ("02_paged_attention.mjs", "const missing = ceil_div(", "const missing = 1 + ceil_div("),
-        ("02_paged_attention.mjs", "last[0] + last[1] === start) last[1]", "last[0] + last[1] < start) last[1]"),
         ("02_paged_attention.mjs", "last[0] + last[1] === first) last[1]", "last[0] === first) last[1]"),
-        ("02_paged_attention.mjs", "      blocked = false;", "      blocked = true;"),
-        ("02_paged_attention.mjs", "&& !stuck", ""),
-        ("02_paged_attention.mjs", "num_slots / 64) - 1;", "num_slots / 64);"),
+        ("02_paged_attention.mjs", "ref_count[last] > 1", "ref_count[last] > 0"),
+        ("02_paged_attention.mjs", "      this.pool.free([last]);", ""),
+        ("02_paged_attention.mjs", "this.pool.touch(this.blocks);", ""),
+        ("02_paged_attention.mjs", "waiting.unshift(what)", "waiting.push(what)"),
+        ("02_paged_attention.mjs", "i * unit + j < tokens", "i * unit + j <= tokens"),
         (POOL, "n > this.num_free_blocks", "n >= this.num_free_blocks"),
         (POOL, "of [...blocks].reverse()) this.free_queue.push_front", "of blocks) this.free_queue.push_front"),
         (TEXT, "(a + b - 1) / b", "(a + b) / b"),
@@ -189,6 +192,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         (FLOATS, "below % 2 !== 0", "true"),
         (FLOATS, "exponent - 10)", "exponent - 9)"),
         ("03_flash_attention.mjs", "> tile.before.m", ">= tile.before.m"),
+        ("03_flash_attention.mjs", "share * alpha", "share"),
         ("03_flash_attention.mjs", "rescale && subtract_max", "rescale"),
     ],
     "04_continuous_batching": [
@@ -271,6 +275,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06_serving.mjs", "num_inside + 1 > this", "num_inside > this"),
         ("06_serving.mjs", "now = Math.max(now, arrivals[arrived])", "now += step_us"),
         ("06_serving.mjs", "if (first[i] < 0) ", ""),
+        ("06_serving.mjs", "arrivals[request_id] > PATIENCE", "arrivals[request_id] > 2 * PATIENCE"),
+        ("06_serving.mjs", "gap * USUAL_STEP * TOKENS", "gap * step_us * TOKENS"),
         ("06_serving.mjs", "turns ? 0 : Math.min(cpu, gpu)", "0"),
         ("06_serving.mjs", "ceil_div(99 * waits.length, 100) - 1", "ceil_div(99 * waits.length, 100)"),
     ],

@@ -67,11 +67,12 @@ function mark_alone(nodes) {
   }
 }
 
-/** All controls of a widget: {node, show(params)}. */
+/** All controls of a widget: {node, show(params), field(name)}: those with `"in": "picture"` are the picture's to place. */
 export function control_bar(spec, changed) {
   const last = (control) => Number(control.kind === "switch"); // boxes to tick stand together, at the end
   const built = [...spec.controls].sort((a, b) => last(a) - last(b)).map((control) => ({ control, ...build(control, `${spec.name}-${control.name}`, changed) }));
-  mark_alone(built.map(({ node }) => node));
+  const beside = built.filter(({ control }) => control.in !== "picture").map(({ node }) => node);
+  mark_alone(beside);
   const show = (params) => {
     for (const { control, node, show: show_one } of built) {
       show_one(params[control.name]);
@@ -80,5 +81,6 @@ export function control_bar(spec, changed) {
       for (const input of node.querySelectorAll("input, select")) input.disabled = off;
     }
   };
-  return { node: html("div", { class: "controls" }, ...built.map(({ node }) => node)), show };
+  const field = (name) => built.find(({ control }) => control.name === name).node;
+  return { node: html("div", { class: "controls" }, ...beside), show, field };
 }

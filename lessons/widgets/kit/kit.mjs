@@ -123,9 +123,11 @@ function mount(host) {
 
   /** Draws a step. What is under the picture stays where it is: a box keeps the height that a step of this run once needed. */
   function show(at) {
-    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params, before });
+    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params, before, field: bar.field });
+    const typing = picture.contains(document.activeElement) ? document.activeElement : null;
     says.setAttribute("aria-live", steps_bar.playing() ? "off" : "polite");
     picture.replaceChildren(...[drawn.picture].flat());
+    typing?.focus({ preventScroll: true }); // a field that stands in the picture is put back into it, and would lose the focus
     says.textContent = drawn.text;
     for (const box of [picture, says]) box.style.minHeight = `${Math.ceil(box.getBoundingClientRect().height)}px`;
     return drawn;

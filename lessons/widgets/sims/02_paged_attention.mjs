@@ -1,14 +1,9 @@
-// Three allocators, one workload: the twin of `simulate` in lessons/numbers/02_paged_attention.py.
+// One table that grows, among others: the twin of `simulate` in lessons/numbers/02_paged_attention.py.
 import { BlockPool, OutOfBlocks } from "./lib/block_pool.mjs";
-import { ceil_div, comma, range, sum } from "./lib/text.mjs";
+import { ceil_div, range, sum } from "./lib/text.mjs";
 
-const MAX_MODEL_LEN = 2048;
-const WORKLOADS = {
-  "short chats": "400 requests of 20 to 199 tokens arrive",
-  "one size": "400 requests of 64 tokens arrive",
-  "holes": "requests of 64 tokens fill the memory, every second one finishes, one of 100 arrives",
-  "growing": "40 requests arrive with 32 tokens and grow to 256, 32 at a time",
-};
+const ROOM = 512; // slots in all
+const LONGEST = 64; // the tokens that any request may reach
 
 /** One sequence's map from logical to physical blocks. */
 class BlockTable {
@@ -19,30 +14,33 @@ class BlockTable {
     this.num_tokens = 0;
   }
 
-  get capacity() {
-    return this.blocks.length * this.block_size;
-  }
-
+  /** Room for `n` more tokens. Returns [source, target] if a block is copied, because others read it as well. */
   append(n) {
     const missing = ceil_div(this.num_tokens + n, this.block_size) - this.blocks.length;
-    this.blocks.push(...this.pool.allocate(missing));
+    const last = this.blocks.at(-1);
+    const shared = this.num_tokens % this.block_size > 0 && this.pool.ref_count[last] > 1;
+    const fresh = this.pool.allocate(missing + Number(shared));
+    if (shared) {
+      this.pool.free([last]); // one owner less; it has others, so its content stays
+      this.blocks[this.blocks.length - 1] = fresh.shift();
+    }
+    const copied = shared ? [last, this.blocks.at(-1)] : null;
+    this.blocks.push(...fresh);
     this.num_tokens += n;
+    return copied;
+  }
+
+  /** A second sequence with the same past: every block has one more owner. */
+  fork() {
+    this.pool.touch(this.blocks);
+    const child = new BlockTable(this.pool, this.block_size);
+    child.blocks = [...this.blocks];
+    child.num_tokens = this.num_tokens;
+    return child;
   }
 
   free() {
     this.pool.free(this.blocks);
-  }
-
-  /** Its memory from block number `first` on, as [first slot, slots]; neighbours joined. */
-  spans(first = 0) {
-    const joined = [];
-    for (const block of this.blocks.slice(first)) {
-      const start = block * this.block_size;
-      const last = joined.at(-1);
-      if (last && last[0] + last[1] === start) last[1] += this.block_size;
-      else joined.push([start, this.block_size]);
-    }
-    return joined;
   }
 }
 
@@ -82,146 +80,162 @@ class Reservation {
     this.capacity = size;
   }
 
-  append() {} // more tokens move into slots that were set aside for them
+  append() {
+    return null; // more tokens move into slots that were set aside for them
+  }
 
   free() {
     this.memory.free(this.start, this.capacity);
   }
-
-  spans() {
-    return [[this.start, this.capacity]];
-  }
 }
 
-/** ["arrive", [[request, tokens now, in the end], …]], ["grow", request] by 32 tokens, or ["finish", request]. */
-function workload_events(workload, num_slots) {
-  if (workload === "short chats") {
-    let x = 1;
-    const arrivals = range(0, 400).map((i) => {
-      x = (x * 16807) % 2147483647; // Lehmer's generator: below 2^53 throughout
-      return [i, 20 + (x % 180), 20 + (x % 180)];
-    });
-    return [["arrive", arrivals]];
+/** 40 requests of 4 to 32 tokens, by Lehmer's random numbers: below 2^53 throughout. */
+function arrivals() {
+  let x = 1;
+  return range(0, 40).map((i) => {
+    x = (x * 16807) % 2147483647;
+    return [String(i + 1), 4 + (x % 29)];
+  });
+}
+
+/** ["arrive", requests], ["first", request], ["grow", [name, tokens]], ["fork", name], or ["finish", names]. */
+function widget_events(fork, finish) {
+  const others = arrivals().map(([name, n]) => [name, n, n]);
+  const events = [["arrive", [["A", 10, LONGEST]]]];
+  for (let i = 0; i < 8; i++) {
+    events.push(["arrive", others.slice(i, i + 1)], ["grow", ["A", 6]]);
+    if (i === 3) events.push(["finish", ["2"]]);
   }
-  if (workload === "one size") {
-    return [["arrive", range(0, 400).map((i) => [i, 64, 64])]];
-  }
-  if (workload === "holes") {
-    const n = Math.floor(num_slots / 64) - 1;
-    const fill = ["arrive", range(0, n).map((i) => [i, 64, 64])];
-    const every_second = range(1, n, 2).map((i) => ["finish", i]);
-    return [fill, ...every_second, ["arrive", [[n, 100, 100]]]];
-  }
-  const rounds = range(0, 7).flatMap(() => range(0, 40).map((i) => ["grow", i]));
-  return [["arrive", range(0, 40).map((i) => [i, 32, 256])], ...rounds];
+  if (fork) events.push(["fork", "A"], ["grow", ["B", 1]], ["grow", ["A", 1]]);
+  events.push(["arrive", others.slice(8)]);
+  const odd = others.filter((_, i) => i % 2 === 0).map(([name]) => name);
+  if (finish) events.push(["finish", odd], ["first", ["L", 40, 40]]);
+  return events;
 }
 
 export function simulate(params) {
-  const { allocator, block_size: size, num_slots, workload, finish } = params;
+  const { allocator, block_size: size, fork, finish } = params;
   const paged = allocator === "paged";
-  const memory = paged ? new BlockPool(Math.floor(num_slots / size)) : new FirstFit(num_slots);
-  const places = new Map(); // request -> BlockTable or Reservation
+  const memory = paged ? new BlockPool(Math.floor(ROOM / size)) : new FirstFit(ROOM);
+  const places = new Map(); // name -> BlockTable or Reservation
   const length = new Map();
-  const queue = [];
+  const waiting = [];
   const steps = [];
+  let moved = 0; // slots that were copied
 
   /** Admit a request: paging takes blocks for what it holds, the others what it may ever need. */
   function place(tokens, final) {
-    if (!paged) return new Reservation(memory, allocator === "contiguous" ? MAX_MODEL_LEN : final);
+    if (!paged) return new Reservation(memory, allocator === "contiguous" ? LONGEST : final);
     const table = new BlockTable(memory, size);
     table.append(tokens);
     return table;
   }
 
-  function record(event, request, tokens, spans, why = "") {
+  function record(event, request, tokens, copied = null, why = "") {
     const holes = paged ? [memory.num_free_blocks * size] : memory.holes.map(([, hole]) => hole);
+    const held = new Set();
+    const rows = [...places].map(([name, where]) => {
+      const starts = paged ? where.blocks.map((block) => block * size) : [where.start];
+      const unit = paged ? size : where.capacity;
+      range(0, length.get(name)).forEach((i) => held.add(starts[Math.floor(i / unit)] + (i % unit)));
+      return [name, length.get(name), unit, starts];
+    });
     const state = {
-      running: places.size, waiting: queue.length, tokens: 0, taken: 0, free: sum(holes),
-      largest_fit: Math.max(0, ...holes),
+      running: places.size, waiting: waiting.length, tokens: held.size,
+      taken: ROOM - (paged ? size : 0) - sum(holes), free: sum(holes),
+      largest_fit: Math.max(0, ...holes), copied: moved,
     };
-    for (const [running, where] of places) {
-      state.tokens += length.get(running);
-      state.taken += where.capacity;
-    }
-    steps.push({ event, request, tokens, spans, why, state });
+    const queue = paged ? [...memory.free_queue].slice(0, 16) : [];
+    steps.push({ event, request, tokens, copied, why, queue, places: rows, state });
   }
 
-  /** Run `attempt`; if memory is short, write down what `event` says. Returns whether it worked. */
+  /** Run `attempt`; if memory is short, write down what was wanted. Returns whether it worked. */
   function or(event, request, tokens, attempt) {
     try {
       attempt();
       return true;
     } catch (error) {
       if (!(error instanceof OutOfBlocks)) throw error;
-      record(event, request, tokens, [], error.message);
+      record(event, request, tokens, null, error.message);
       return false;
     }
   }
 
-  let stuck = false; // there was no room for a request that must grow
-  let blocked = false; // none for the queue's head, and nothing was freed since
-  for (const [event, what] of [...workload_events(workload, num_slots), ["finish", finish]]) {
+  let blocked = false; // there was no room for the queue's head when it was last looked at
+  for (const [event, what] of widget_events(fork, finish)) {
     if (event === "arrive") {
-      queue.push(...what);
-    } else if (event === "grow" && places.has(what) && !stuck) {
-      const where = places.get(what);
-      const before = paged ? where.blocks.length : 0;
-      stuck = !or("stuck", what, 32, () => {
-        where.append(32);
-        length.set(what, length.get(what) + 32);
-        record("grow", what, 32, paged ? where.spans(before) : []);
-      });
-    } else if (event === "finish" && places.has(what)) {
-      const where = places.get(what);
-      const tokens = length.get(what);
-      places.delete(what);
-      length.delete(what);
-      where.free();
-      record("finish", what, tokens, where.spans());
+      waiting.push(...what);
       blocked = false;
+    } else if (event === "first") {
+      waiting.unshift(what);
+      blocked = false;
+    } else if (event === "grow" && places.has(what[0])) {
+      const [name, more] = what;
+      or("grow", name, more, () => {
+        const copied = places.get(name).append(more);
+        length.set(name, length.get(name) + more);
+        if (copied) moved += size;
+        record("grow", name, more, copied);
+      });
+    } else if (event === "fork") {
+      or("fork", "B", length.get("A"), () => {
+        places.set("B", paged ? places.get("A").fork() : new Reservation(memory, LONGEST));
+        length.set("B", length.get("A"));
+        moved += paged ? 0 : length.get("A");
+        record("fork", "B", length.get("B"));
+      });
+    } else if (event === "finish") {
+      const left = what.filter((name) => places.has(name));
+      left.forEach((name) => places.get(name).free());
+      const tokens = sum(left.map((name) => length.get(name)));
+      left.forEach((name) => places.delete(name));
+      record("finish", left.join(" "), tokens);
     }
-    while (queue.length > 0 && !blocked) {
-      const [request, tokens, final] = queue[0];
-      blocked = !or("refuse", request, tokens, () => {
-        places.set(request, place(tokens, final));
-        length.set(request, tokens);
-        queue.shift();
-        record("admit", request, tokens, places.get(request).spans());
+    while (waiting.length > 0 && !blocked) {
+      const [name, tokens, final] = waiting[0];
+      blocked = !or("admit", name, tokens, () => {
+        places.set(name, place(tokens, final));
+        length.set(name, tokens);
+        waiting.shift();
+        record("admit", name, tokens);
       });
     }
   }
-  return {
-    params, null_slots: paged ? size : 0, steps, final: steps.at(-1).state,
-    places: [...places].map(([request, where]) => [request, length.get(request), where.spans()]),
-  };
+  return { params, null_slots: paged ? size : 0, steps, final: steps.at(-1).state };
 }
 
-/** A strip of memory, 64 characters long, and what is in it. */
+/** A's table, a strip of memory, 64 characters long, and what is in it. */
 export function describe(trace) {
   const { params, final: end } = trace;
-  const cell = params.num_slots / 64;
-  const taken = Array(64).fill(0);
-  const held = Array(64).fill(0); // of these, slots with a token
-  for (const [, tokens, spans] of trace.places) {
-    let i = 0;
-    for (const [start, size] of spans) {
-      for (let slot = start; slot < start + size; slot++, i++) {
-        taken[Math.floor(slot / cell)] += 1;
-        if (i < tokens) held[Math.floor(slot / cell)] += 1;
-      }
-    }
+  const last = trace.steps.at(-1);
+  const paged = params.allocator === "paged";
+  const slots = new Map(); // slot -> does it hold a token?
+  for (const [, tokens, unit, starts] of last.places) {
+    starts.forEach((start, i) => {
+      for (let j = 0; j < unit; j++) slots.set(start + j, slots.get(start + j) || i * unit + j < tokens);
+    });
   }
-  const strip = taken.map((t, i) => (t === 0 ? "." : 2 * held[i] < t ? "-" : 10 * held[i] < 9 * cell ? "+" : "#"));
-  const blocks = params.allocator === "paged" ? `, blocks of ${params.block_size}` : "";
-  const happened = { refuse: "refused", stuck: "cannot grow" };
-  const without = trace.steps.filter((step) => step.why);
+  const taken = Array(64).fill(0); // per 64th of the memory
+  const held = Array(64).fill(0);
+  for (const [slot, full] of slots) {
+    taken[Math.floor(slot / 8)] += 1;
+    if (full) held[Math.floor(slot / 8)] += 1;
+  }
+  const strip = taken.map((t, i) => (t === 0 ? "." : 2 * held[i] < t ? "-" : held[i] < 8 ? "+" : "#"));
+  const where = (unit, starts) =>
+    paged ? `blocks ${starts.map((start) => start / unit).join(" ")}` : `${unit} slots from ${starts[0]}`;
+  const could = { admit: "has to wait", grow: "cannot grow", fork: "cannot be forked from A" };
+  const blocks = paged ? `, blocks of ${params.block_size}` : "";
   return [
-    `${params.allocator}${blocks}, ${comma(params.num_slots)} slots: ${WORKLOADS[params.workload]}`,
+    `${params.allocator}${blocks}, ${ROOM} slots: A grows among 40 requests of 4 to 32 tokens`,
+    ...last.places.filter(([name]) => "AB".includes(name)).map(
+      ([name, tokens, unit, starts]) => `${name}, ${tokens} tokens: ${where(unit, starts)}`),
     `[${strip.join("")}]`,
-    "# at least 90 % tokens   + at least half of what is taken   - less   . free",
-    `running ${end.running}, waiting ${end.waiting}; tokens ${comma(end.tokens)}, taken ${comma(end.taken)} ` +
-      `(wasted ${comma(end.taken - end.tokens)})`,
-    `free ${comma(end.free)}, and the largest request that fits is ${comma(end.largest_fit)}`,
-    ...without.slice(-1).map((step) => `request ${step.request} ${happened[step.event]}: ${step.why}`),
+    "# all tokens   + at least half of what is taken   - less   . free",
+    `running ${end.running}, waiting ${end.waiting}; tokens ${end.tokens}, taken ${end.taken} ` +
+      `(wasted ${end.taken - end.tokens}), copied ${end.copied}`,
+    `free ${end.free}, and the largest request that fits is ${end.largest_fit}`,
+    ...trace.steps.filter((step) => step.why).slice(-1).map(
+      (step) => `${step.request} ${could[step.event]}: ${step.why}`),
   ].join("\n");
 }

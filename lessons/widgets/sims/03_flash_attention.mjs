@@ -1,5 +1,5 @@
 // One row of eight scores through the online softmax, tile by tile, every result rounded: the twin of `simulate` in
-// vllm/03_flash_attention.py.
+// lessons/numbers/03_flash_attention.py.
 import { round_to_fp16 } from "./lib/floats.mjs";
 import { general, fixed, range, scientific } from "./lib/text.mjs";
 
@@ -75,6 +75,24 @@ function online_softmax(q, keys, values, { tile, rescale, subtract_max, precisio
   return [result, trace];
 }
 
+/** What each key that has been read weighs by now: its weight, times every α since. */
+function shares(tiles, stop) {
+  let now = [];
+  for (const { start, alpha, weights } of tiles) {
+    if (start < stop) now = [...now.map((share) => share * alpha), ...weights];
+  }
+  return now;
+}
+
+const dot = (a, b) => a.reduce((total, x, i) => total + x * b[i], 0);
+
+function verdict_of(params, keys, values) {
+  const [result] = online_softmax(params.scale, keys, values, params, new HBM());
+  const expected = naive_attention(params.scale, keys, values, new HBM());
+  const allowed = ((4 * keys.length * EPS[params.precision]) / 2) * expected; // four roundings a key
+  return Number.isNaN(result) ? "not a number" : Math.abs(result - expected) <= allowed ? "right" : "wrong";
+}
+
 export function simulate(params) {
   const keys = ORDERS[params.order];
   const values = range(1, 9);
@@ -82,11 +100,20 @@ export function simulate(params) {
   const naive_hbm = new HBM();
   const [result, tiles] = online_softmax(params.scale, keys, values, params, hbm);
   const expected = naive_attention(params.scale, keys, values, naive_hbm);
-  const allowed = ((4 * keys.length * EPS[params.precision]) / 2) * expected; // four roundings a key
-  const right = Math.abs(result - expected) <= allowed;
+  for (const tile of tiles) {
+    const seen = tiles.flatMap(({ scores }) => scores).slice(0, tile.stop);
+    const due = seen.map((s) => Math.exp(s - Math.max(...seen)));
+    tile.due = due;
+    tile.now = shares(tiles, tile.stop);
+    const exact = dot(due, values) / dot(due, due.map(() => 1));
+    tile.mean = [tile.after.o / tile.after.l, Number(exact.toFixed(9))];
+  }
+  const verdicts = {};
+  for (const [order, row] of Object.entries(ORDERS)) verdicts[order] = verdict_of(params, row, values);
   return finite({
     params, keys, values, tiles, result, expected: Number(expected.toFixed(9)),
-    verdict: Number.isNaN(result) ? "not a number" : right ? "right" : "wrong",
+    verdict: verdicts[params.order], verdicts,
+    passing: Object.values(verdicts).filter((verdict) => verdict === "right").length,
     growths: tiles.slice(1).filter((tile) => tile.after.m > tile.before.m).length,
     largest: Math.max(...tiles.flatMap((tile) => tile.scores.map(Math.abs))),
     hbm_floats: { online: hbm.floats, naive: naive_hbm.floats },
@@ -125,6 +152,7 @@ export function describe(trace) {
       : ` (the largest score, ${general(trace.largest, 6)}, is within exp's range)`;
   }
   lines.push(`O / ℓ = ${shown}, softmax says ${fixed(trace.expected, 3)}: ${trace.verdict}${excuse}`);
+  lines.push(`the four orders: ${Object.entries(trace.verdicts).map((pair) => pair.join(" ")).join(", ")}`);
   lines.push(`floats through HBM: ${trace.hbm_floats.online}, unfused ${trace.hbm_floats.naive}`);
   return lines.join("\n");
 }

@@ -1,4 +1,4 @@
-// The Gantt chart of one policy on one workload: the twin of `simulate` in vllm/04_continuous_batching.py.
+// The Gantt charts of both policies: the twin of `simulate` in lessons/numbers/04_continuous_batching.py.
 import { EngineCore, KVCacheManager, Request, Scheduler } from "./lib/continuous_batching.mjs";
 import { ceil_div, range, sum } from "./lib/text.mjs";
 
@@ -71,33 +71,42 @@ function lower_bound(seats, outputs, arrivals) {
   return Math.max(...alone, ...together);
 }
 
-export function simulate({ policy, slots: seats, lengths, arrivals: rhythm }) {
+const POLICIES = ["static", "continuous"];
+
+export function simulate({ slots: seats, lengths, arrivals: rhythm }) {
   const outputs = LENGTHS[lengths];
   const arrivals = outputs.map((_, i) => i * ARRIVALS[rhythm]);
-  const run = timeline(policy, seats, outputs, arrivals);
-  const latencies = run.finish.map((finish, i) => finish - arrivals[i]);
-  return {
-    outputs, arrivals,
-    steps: run.lanes.map((lanes, i) => ({ slots: lanes, waiting: run.waiting[i] })),
-    spans: run.spans, makespan: run.lanes.length,
-    busy: run.lanes.flat().filter((request) => request !== null).length, cells: seats * run.lanes.length,
-    lower_bound: lower_bound(seats, outputs, arrivals),
-    latency_sum: sum(latencies), latency_max: Math.max(...latencies),
-  };
+  const trace = { outputs, arrivals, slots: seats };
+  for (const policy of POLICIES) {
+    const run = timeline(policy, seats, outputs, arrivals);
+    const latencies = run.finish.map((finish, i) => finish - arrivals[i]);
+    trace[policy] = {
+      steps: run.lanes.map((lanes, i) => ({ slots: lanes, waiting: run.waiting[i] })),
+      spans: run.spans, makespan: run.lanes.length,
+      busy: run.lanes.flat().filter((request) => request !== null).length, cells: seats * run.lanes.length,
+      bound: lower_bound(seats, outputs, arrivals),
+      latency_sum: sum(latencies), latency_max: Math.max(...latencies),
+    };
+  }
+  return trace;
 }
 
 export function describe(trace) {
-  const { outputs, spans } = trace;
-  const slots = trace.steps[0].slots.length;
+  const { outputs, slots } = trace;
   const lines = [
-    `${outputs.length} requests, ${sum(outputs)} output tokens, ${slots} slots`,
-    `makespan ${trace.makespan} steps (no schedule needs fewer than ${trace.lower_bound})`,
-    `slots in use ${Math.floor((100 * trace.busy) / trace.cells)} % (${trace.busy} of ${trace.cells} cells)`,
-    `latency: mean ${Math.floor(trace.latency_sum / outputs.length)} steps, longest ${trace.latency_max}`,
+    `${outputs.length} requests, ${sum(outputs)} output tokens, ${slots} slots; ` +
+      `no schedule needs fewer than ${trace.static.bound} steps`,
   ];
-  for (let slot = 0; slot < slots; slot++) {
-    const here = spans.flatMap(([s, start, stop], i) => (s === slot ? [`#${i} [${start}, ${stop})`] : []));
-    lines.push(`slot ${slot}: ${here.slice(0, 5).join("  ")}${here.length > 5 ? "  …" : ""}`);
+  for (const policy of POLICIES) {
+    const run = trace[policy];
+    lines.push(
+      `${policy}: ${run.makespan} steps, ${Math.floor((100 * run.busy) / run.cells)} % of the slots in use; ` +
+        `latency: mean ${Math.floor(run.latency_sum / outputs.length)}, longest ${run.latency_max}`,
+    );
+    for (let slot = 0; slot < slots; slot++) {
+      const here = run.spans.flatMap(([s, start, stop], i) => (s === slot ? [`#${i} [${start}, ${stop})`] : []));
+      lines.push(`  slot ${slot}: ${here.slice(0, 5).join("  ")}${here.length > 5 ? "  …" : ""}`);
+    }
   }
   return lines.join("\n");
 }

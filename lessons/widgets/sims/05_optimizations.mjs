@@ -21,7 +21,8 @@ export function simulate({ suffix_a, suffix_b, edit, block_size, hash_bits, salt
     send(manager, contents, "B", EDITS[edit] + suffix_b, salt),
     send(manager, contents, "A again", PREFIX + suffix_a, ""),
   ];
-  return { block_size, hash_bits, pool_blocks, sends };
+  const wrong = sends.flatMap(({ blocks }) => blocks).filter((block) => block.wrong).length;
+  return { block_size, hash_bits, pool_blocks, sends, wrong };
 }
 
 /** One prompt through the manager: lookup, allocation, end. */

@@ -7,6 +7,8 @@ import { ceil_div, fixed, sum } from "./lib/text.mjs";
 
 const SEATS = 8;
 const TOKENS = 16; // of each answer
+const USUAL_STEP = 28_000; // the default's
+const PATIENCE = 1_000_000; // what a user does not mind to wait
 // Exponential times between 200 arrivals, mean 1,000: what independent users look like. Drawn once by the script.
 const GAPS = [
   1576, 1725, 663, 303, 0, 1087, 635, 1425, 467, 1470, 318, 1619, 1308, 534, 772, 1145, 214, 806, 1635, 308, 1626,
@@ -45,7 +47,7 @@ export function simulate({ load, gpu_ms, cpu_ms, place, queue_bound }) {
   const count = GAPS.length;
   const arrivals = [];
   for (const gap of GAPS) {
-    arrivals.push((arrivals.at(-1) ?? 0) + Math.floor((gap * step_us * TOKENS * 100) / (SEATS * load * 1000)));
+    arrivals.push((arrivals.at(-1) ?? 0) + Math.floor((gap * USUAL_STEP * TOKENS * 100) / (SEATS * load * 1000)));
   }
   const config = { max_model_len: 64, max_num_seqs: SEATS, max_num_batched_tokens: 1024 };
   const manager = new PrefixCachingKVCacheManager(1 + 4 * SEATS, 16, 64, { enable_caching: false });
@@ -65,7 +67,8 @@ export function simulate({ load, gpu_ms, cpu_ms, place, queue_bound }) {
     }
     if (!scheduler.has_unfinished_requests()) continue;
     const outputs = core.step();
-    steps.push([now, outputs.length, scheduler.waiting.length]);
+    const late = scheduler.waiting.filter(({ request_id }) => now - arrivals[request_id] > PATIENCE);
+    steps.push([now, outputs.length, scheduler.waiting.length, late.length]);
     now += step_us;
     for (const { request_id: i, finished } of outputs) {
       if (first[i] < 0) first[i] = now + lag;
@@ -73,13 +76,16 @@ export function simulate({ load, gpu_ms, cpu_ms, place, queue_bound }) {
     }
   }
   const served = GAPS.flatMap((_, i) => (finish[i] >= 0 ? [i] : []));
-  const waits = served.map((i) => first[i] - step_us - lag - arrivals[i]).sort((a, b) => a - b);
+  const by_request = GAPS.map((_, i) => (finish[i] >= 0 ? first[i] - step_us - lag - arrivals[i] : -1));
+  const waits = served.map((i) => by_request[i]).sort((a, b) => a - b);
   return {
-    step_us, arrivals, first, finish, steps, makespan: now + lag,
+    load, step_us, arrivals, waits: by_request, first, finish, steps, makespan: now + lag,
     served: served.length, rejected: admission.num_rejected, gpu_busy: gpu * steps.length,
     gpu_percent: Math.floor((100 * gpu * steps.length) / (now + lag)),
     wait_sum: sum(waits), wait_p99: waits[ceil_div(99 * waits.length, 100) - 1],
     most_waiting: Math.max(...steps.map(([, , waiting]) => waiting)),
+    mean_wait_ms: Math.floor((Math.floor(sum(waits) / served.length) + 500) / 1000),
+    late: waits.filter((wait) => wait > PATIENCE).length,
     inside_integral: sum(served.map((i) => finish[i] - arrivals[i])),
   };
 }
@@ -91,9 +97,10 @@ export function describe(trace) {
   return [
     `${trace.arrivals.length} requests of ${TOKENS} tokens, ${SEATS} seats, steps of ${trace.step_us / 1000} ms`,
     `served ${served}, rejected ${trace.rejected}; ${plain((served * TOKENS) / seconds, 0)} tokens/s`,
-    `the GPU computes ${trace.gpu_percent} % of the time`,
-    `wait before the first step: mean ${Math.round(Math.floor(trace.wait_sum / served) / 1000)} ms, ` +
-      `p99 ${Math.round(trace.wait_p99 / 1000)} ms; most waiting: ${trace.most_waiting}`,
+    `arrivals at ${trace.load} % of what steps of 28 ms serve; the GPU computes ${trace.gpu_percent} % of the time`,
+    `wait before the first step: mean ${trace.mean_wait_ms} ms, ` +
+      `p99 ${Math.round(trace.wait_p99 / 1000)} ms; most waiting: ${trace.most_waiting}; ` +
+      `more than a second: ${trace.late}`,
     `Little: ${plain(trace.inside_integral / makespan, 1)} inside on average = ` +
       `${plain(served / seconds, 1)} per second x ${plain(trace.inside_integral / served / 1e6, 2)} s`,
   ].join("\n");

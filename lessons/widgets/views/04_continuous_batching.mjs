@@ -1,8 +1,10 @@
-// A Gantt chart: one lane per slot, one column per step. Hatched: a slot that computes nothing.
+// Two Gantt charts on one clock: static batching above, continuous below. Hatched in red: a slot that computes nothing.
 
 export function steps(trace) {
-  return trace.steps.length;
+  return Math.max(trace.static.makespan, trace.continuous.makespan);
 }
+
+const POLICIES = ["static", "continuous"], USUAL = 256; // what the clock shows, unless a run takes longer
 
 /** A distance between ticks that leaves about 60 pixels to each. */
 function tick_of(total, width) {
@@ -11,44 +13,49 @@ function tick_of(total, width) {
 }
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, number, numbers, legend, color, count } = kit;
-  const { steps: all, spans, outputs, makespan, lower_bound } = trace, { slots, waiting } = all[index];
-  const done = index + 1, left = 46, px = (kit.width - left) / makespan, top = 22, high = slots.length > 4 ? 26 : 34, pitch = high + 6;
-  const bottom = top + slots.length * pitch, shapes = [];
+  const { svg, rect, text, line, key, number, numbers, legend, color, count } = kit;
+  const { outputs, slots } = trace, last = index === steps(trace) - 1, bound = trace.static.bound;
+  const total = Math.max(USUAL, steps(trace)), left = 20, px = (kit.width - left) / total, pitch = Math.min(28, Math.floor(236 / (2 * slots))), high = pitch - 3;
+  const shapes = [], rows = {};
 
-  slots.forEach((_, slot) => {
-    const y = top + slot * pitch;
-    shapes.push(text(0, y + high / 2 + 4, `slot ${slot}`, "small soft"));
-    shapes.push(rect(left, y, makespan * px, high, "free"), rect(left, y, done * px, high, "hatch grey"));
+  POLICIES.forEach((policy, which) => {
+    const run = trace[policy], top = 20 + which * (slots * pitch + 24), done = Math.min(index + 1, run.makespan), over = done === run.makespan;
+    const waiting = over ? 0 : run.steps[index].waiting;
+    let finished = 0, busy = 0;
+    for (let slot = 0; slot < slots; slot++) {
+      const y = top + slot * pitch;
+      if (high > 11) shapes.push(text(0, y + high / 2 + 4, slot, "small soft"));
+      shapes.push(rect(left, y, total * px, high, "free"), rect(left, y, done * px, high, "hatch red"));
+    }
+    run.spans.forEach(([slot, start, stop], i) => {
+      if (start >= done) return;
+      const n = Math.min(stop, done) - start, x = left + start * px, y = top + slot * pitch, w = n * px - (n * px > 3 ? 1 : 0);
+      finished += stop <= done;
+      busy += n;
+      shapes.push(key(`${policy} ${i}`, rect(x, y, w, high, `box ${color(i)}`, `request ${i}: ${count(outputs[i], "token")}, steps ${start} to ${stop}`)));
+      if (w > 5 + 7 * String(i).length && high > 11) shapes.push(text(x + w / 2, y + high / 2 + 4, i, "middle small"));
+    });
+    const lost = slots * done - busy;
+    rows[policy] = { finished, waiting, lost, over, done };
+    shapes.push(text(0, top - 6, `${policy}: ${over ? `done after ${run.makespan} steps` : `${finished} of ${outputs.length} done, ${waiting} waiting`}`, "small bold"));
+    if (!over) shapes.push(line(left + done * px, top - 2, left + done * px, top + slots * pitch - 3, "accent thick"));
   });
-  let finished = 0, busy = 0;
-  spans.forEach(([slot, start, stop], i) => {
-    if (start >= done) return;
-    const y = top + slot * pitch, n = Math.min(stop, done) - start, w = n * px;
-    finished += stop <= done;
-    busy += n;
-    shapes.push(rect(left + start * px, y, w - (w > 3 ? 1 : 0), high, `box ${color(i)}`, `request ${i}: ${count(outputs[i], "token")}, steps ${start} to ${stop}`));
-    if (w > 5 + 6 * String(i).length) shapes.push(text(left + start * px + w / 2, y + high / 2 + 4, i, "middle small"));
-  });
-  const tick = tick_of(makespan, kit.width - left);
-  for (let step = 0; step <= makespan; step += tick) {
-    shapes.push(line(left + step * px, bottom, left + step * px, bottom + 4), text(Math.min(left + step * px, kit.width - 3.5 * String(step).length), bottom + 18, step, "small soft middle"));
+  const bottom = 20 + 2 * slots * pitch + 24, tick = tick_of(total, kit.width - left), edge = left + bound * px;
+  for (let step = 0; step <= total; step += tick) {
+    shapes.push(line(left + step * px, bottom, left + step * px, bottom + 4), text(Math.min(left + step * px, kit.width - 4 * String(step).length), bottom + 16, step, "small soft middle"));
   }
-  const bound = left + lower_bound * px, far = bound > kit.width - 190;
-  shapes.push(line(bound, top - 8, bound, bottom, "ink dashed"), text(bound + (far ? -5 : 5), 11, `no schedule ends before ${lower_bound}`, far ? "small end" : "small"));
-  if (done < makespan) shapes.push(line(left + done * px, top - 2, left + done * px, bottom, "accent thick"));
+  for (const y of [20, 44 + slots * pitch]) shapes.push(line(edge, y - 3, edge, y + slots * pitch, "ink dashed"));
 
-  const cells = slots.length * done, last = done === makespan;
-  const idle = slots.filter((who) => who === null).length;
+  const { static: a, continuous: b } = rows, idle = POLICIES.map((policy) => (rows[policy].over ? 0 : trace[policy].steps[index].slots.filter((who) => who === null).length));
+  const mean = (policy) => number(Math.floor(trace[policy].latency_sum / outputs.length));
   return {
     picture: [
-      svg(kit.width, bottom + 24, `Gantt chart of ${slots.length} slots over ${done} of ${makespan} steps; ${busy} of ${cells} cells are used.`, ...shapes),
-      legend(["blue", "a request, one token per step"], ["grey hatched", "a slot that computes nothing"]),
-      numbers([number(done), last ? "steps, all done" : "steps so far"], [`${Math.floor((100 * busy) / cells)} %`, "of the cells used"], [finished, "requests done"], [waiting, "waiting"],
-        ...(last ? [[number(Math.floor(trace.latency_sum / outputs.length)), "steps: mean latency"], [number(trace.latency_max), "longest"]] : [])),
+      svg(kit.width, bottom + 20, `Two Gantt charts of ${slots} slots: ${a.finished} requests are done with static batching, ${b.finished} with continuous batching.`, ...shapes),
+      legend(["blue", "a request, one token per step (each its colour)"], ["red hatched", "a slot that computes nothing"], ["ink", `dashed: no schedule ends before ${bound}`]),
+      numbers([number(index + 1), "steps so far"], [number(a.lost), "steps of a slot lost, static", a.lost ? "red" : ""], [number(b.lost), "continuous", b.lost ? "red" : ""], ...(last ? [[mean("static"), "mean latency, static"], [mean("continuous"), "continuous"]] : [])),
     ],
     text: last
-      ? `All ${outputs.length} requests are done after ${makespan} steps, ${makespan === lower_bound ? "which no schedule can beat" : `where ${lower_bound} is the least that any schedule needs`}.`
-      : `Step ${index}: ${idle === 0 ? "every slot computes" : `${count(idle, "slot")} of ${slots.length} ${idle === 1 ? "computes" : "compute"} nothing`}, and ${count(waiting, "request")} ${waiting === 1 ? "waits" : "wait"}${idle && waiting ? " all the same" : ""}.`,
+      ? `Static batching is done after ${trace.static.makespan} steps, continuous batching after ${trace.continuous.makespan}; no schedule needs fewer than ${bound}.`
+      : `Step ${index}: ${idle[0]} of ${count(slots, "slot")} compute nothing in the static batch while ${count(a.waiting, "request")} ${a.waiting === 1 ? "waits" : "wait"}, and ${idle[1]} in the continuous one while ${b.waiting} wait${b.waiting === 1 ? "s" : ""}.`,
   };
 }

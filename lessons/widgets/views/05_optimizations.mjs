@@ -9,54 +9,61 @@ const STATES = { hit: ["green", "found"], computed: ["blue", "computed"], partia
 /** Spaces that one can see. */
 const visible = (text) => text.replaceAll(" ", "␣");
 
+/** What to say of the block that has just been looked up. */
+function story(trace, i, block, whole) {
+  const sent = trace.sends[i], { name } = sent;
+  if (block.wrong) return `Two texts have the same hash. ${name} is answered from “${block.holds}”, and there is no error.`;
+  if (block.state === "hit") return `${name}: the hash ${block.hash.slice(0, 8)} is known, so block ${block.block} is taken as it is, with all that came before it.`;
+  if (block.state === "partial") return `${name}: the last block is not full. It gets no hash and is computed every time.`;
+  const known = trace.sends.slice(0, i).some((one) => one.blocks.some((other) => other.hash === block.hash && other.text === block.text));
+  const why = !known ? "nobody has computed this text after this parent" : whole && sent.text.length % trace.block_size === 0 ? "the last token must run, so its block is computed even where its hash is known" : "what was computed for this text has been overwritten, or lies behind a block that was";
+  return `${name}: ${why}. Block ${block.block} is computed.`;
+}
+
 export function draw(trace, index, kit) {
-  const { html, legend, numbers, number } = kit;
-  const rows = [], sizes = trace.sends.map((sent) => Math.max(1, sent.blocks.length));
-  let left = index + 1, text = "", current = 0;
+  const { html, svg, rect, text, box, key, legend, numbers, number, params } = kit;
+  const per = kit.width >= 560 ? 64 : 32, cell = kit.width / per, size = trace.block_size, pitch = per === 64 ? 34 : 21, rows = [];
+  let left = index + 1, says = "", current = 0;
   for (const [i, sent] of trace.sends.entries()) {
-    const shown = Math.min(left, sizes[i]);
+    const all = Math.max(1, sent.blocks.length), shown = Math.max(0, Math.min(left, all)), whole = shown === all, shapes = [];
     left -= shown;
-    if (shown === 0) break;
-    current = i;
-    const blocks = sent.blocks.slice(0, shown);
-    const cards = blocks.map((block, j) => {
-      const [css, word] = STATES[block.state], here = left === 0 && j === shown - 1;
-      const hash = block.hash ? `${block.parent.slice(0, 4)} + text → ${block.hash.slice(0, 8)}` : "no hash yet";
-      return html("li", { class: `card ${block.wrong ? "red wrong" : css}${here ? " here" : ""}`, title: `${word}; ${hash}` },
-        html("code", {}, visible(block.text)),
-        html("small", {}, block.hash ? `# ${block.hash.slice(0, trace.block_size < 8 ? 4 : 8)}` : "no hash"),
-        html("small", {}, block.wrong ? `holds “${visible(block.holds)}”` : `${word}, block ${block.block}`));
+    if (shown > 0) current = i;
+    sent.blocks.forEach((block, j) => {
+      const x = ((j * size) % per) * cell, y = Math.floor((j * size) / per) * pitch, wide = size * cell - 2;
+      if (j >= shown) return shapes.push(rect(x, y, wide, 18, "free"));
+      const [css, word] = STATES[block.state], here = i === current && left <= 0 && j === shown - 1 && index + 1 < steps(trace);
+      const piece = kit.shape("g", {}, rect(x, y, wide, 18, `box ${block.wrong ? "red" : css}`, `${word}: block ${block.block}${block.wrong ? `, which holds “${visible(block.holds)}”` : ""}`), text(x + wide / 2, y + 13, visible(block.text), "middle mono"));
+      shapes.push(key(`${sent.name} ${j}`, piece));
+      if (here) shapes.push(rect(x - 1, y - 1, wide + 2, 20, "outline accent"));
+      if (per === 64) shapes.push(text(x + wide / 2, y + 29, block.wrong && size > 8 ? `holds “${visible(block.holds).slice(0, size > 16 ? 32 : 14)}”` : block.hash ? (size < 8 ? block.hash.slice(0, 4) : size < 16 ? block.hash.slice(0, 8) : `#${block.hash.slice(0, 8)}, block ${block.block}`) : size < 16 ? "–" : `no hash, block ${block.block}`, `small middle ${block.wrong ? "red" : "soft"}`));
     });
-    const all = shown === sizes[i] && !sent.refused;
-    const title = html("p", {}, html("b", {}, `${sent.name}${sent.salt ? `, salt “${sent.salt}”` : ""}: `),
-      sent.refused ? "refused, the pool is too small" : all ? `${sent.cached} of ${sent.cached + sent.computed} tokens found, ${sent.computed} computed` : "…");
-    rows.push(html("div", { class: "sent" }, title, html("ol", { class: `chain${trace.block_size < 8 ? " tight" : ""}` }, ...cards)));
-    const block = blocks.at(-1);
-    if (sent.refused) text = `${sent.name} needs more blocks than the pool has. It is refused, and nothing changed.`;
-    else if (block.wrong) text = `Two different texts have the same hash. ${sent.name} is answered from “${block.holds}”: another prompt's keys and values, and no error.`;
-    else if (block.state === "hit") text = `${sent.name}: the hash ${block.hash.slice(0, 8)} is known, so block ${block.block} is taken as it is. It contains everything before it as well, through its parent.`;
-    else if (block.state === "computed") {
-      const earlier = trace.sends.slice(0, i).some((one) => one.blocks.some((other) => other.hash === block.hash && other.text === block.text)), last = shown === sent.blocks.length && sent.text.length % trace.block_size === 0;
-      text = `${sent.name}: ${!earlier ? "nobody has computed this text after this parent" : last ? "the last token must run, so its block is computed even where the hash is known" : "what was computed for this text has been overwritten, or lies behind a block that was"}. Block ${block.block} is computed${earlier && last ? "." : `, and found under ${block.hash.slice(0, 8)} from now on.`}`;
-    }
-    else text = `${sent.name}: the last block is not full. It gets no hash and is computed every time.`;
-    if (all && left === 0) text += ` In all, ${sent.cached} of ${sent.cached + sent.computed} tokens were found.`;
+    const lines = Math.max(1, Math.ceil((sent.blocks.length * size) / per));
+    const field = { A: "suffix_a", B: "suffix_b" }[sent.name];
+    const result = sent.refused ? "refused: the pool is too small" : whole ? `${sent.cached} of ${sent.cached + sent.computed} found` : shown ? "…" : "";
+    rows.push(
+      html("div", { class: "prompt" }, html("b", {}, sent.name), field && kit.field ? kit.field(field) : null, sent.salt ? html("span", {}, `salt “${sent.salt}”`) : null, html("span", {}, result)),
+      svg(kit.width, lines * pitch - (per === 64 ? 0 : 3), `${sent.name}: ${shown} of ${sent.blocks.length} blocks looked up.`, ...shapes),
+    );
+    if (shown > 0) says = sent.refused ? `${sent.name} needs more blocks than the pool has. It is refused, and nothing changed.` : story(trace, i, sent.blocks[shown - 1], whole) + (whole ? ` In all, ${sent.cached} of ${sent.cached + sent.computed} tokens were found.` : "");
   }
-  const sent = trace.sends[current], complete = rows.length && index + 1 === sizes.slice(0, current + 1).reduce((a, b) => a + b, 0);
-  const queue = complete ? [
-    html("p", { class: "queue-title" }, "Free queue, next to be taken first (filled: still found by its hash)"),
-    html("ol", { class: "queue" }, ...sent.free_queue.map(([block, cached]) => html("li", { class: cached ? "green" : "free" }, String(block)))),
-  ] : [];
-  const wrong = trace.sends.slice(0, current + 1).reduce((sum, one) => sum + one.blocks.filter((block) => block.wrong).length, 0);
-  const swapped = index === steps(trace) - 1 && trace.sends.flatMap((one) => one.blocks.map((block) => ({ ...block, name: one.name }))).find((block) => block.wrong);
-  if (swapped) text = `“${swapped.text}” of ${swapped.name} was served from “${swapped.holds}”: two texts, one hash of ${trace.hash_bits} bits, and no error anywhere.`;
+
+  // The free queue, as the last prompt that is through has left it.
+  const done = trace.sends.filter((_, i) => index + 1 >= trace.sends.slice(0, i + 1).reduce((sum, one) => sum + Math.max(1, one.blocks.length), 0)).at(-1);
+  const queue = done ? done.free_queue : [], chip = 25, fits = Math.floor((kit.width - 38) / chip), long = queue.length > fits, tail = Math.floor((fits - 1) / 2);
+  const named = long ? [...queue.slice(0, fits - 1 - tail), null, ...queue.slice(queue.length - tail)] : queue;
+  const chips = named.map((one, i) => one === null ? text(38 + i * chip + 11, 14, "…", "small middle") : key(`free ${one[0]}`, box(38 + i * chip, 0, chip - 2, 19, one[0], one[1] ? "green" : "grey")));
+  rows.push(svg(kit.width, 24, `The free queue: ${queue.length} blocks.`, text(0, 14, "free:", "small soft"), ...chips));
+
+  const so_far = trace.sends.slice(0, current + 1), sum = (of) => number(so_far.reduce((total, one) => total + of(one), 0));
+  const wrong = so_far.reduce((total, one) => total + one.blocks.filter((block) => block.wrong).length, 0), last = index === steps(trace) - 1;
+  const swapped = last && trace.sends.flatMap((one) => one.blocks.map((block) => ({ ...block, name: one.name }))).find((block) => block.wrong);
+  if (swapped) says = `“${swapped.text}” of ${swapped.name} was served from “${swapped.holds}”: two texts, one hash of ${trace.hash_bits} bits, and no error anywhere.`;
   return {
     picture: [
-      html("div", { class: "hash-chain" }, ...rows, ...queue),
-      legend(["green", "found by its hash"], ["blue", "computed, and indexed"], ["grey", "not full, never shared"]),
-      numbers([number(trace.sends.slice(0, current + 1).reduce((sum, one) => sum + one.cached, 0)), "tokens found so far"], [number(trace.sends.slice(0, current + 1).reduce((sum, one) => sum + one.computed, 0)), "tokens computed"],
-        [number(trace.sends.slice(0, current + 1).reduce((sum, one) => sum + one.evicted.length, 0)), "blocks evicted"], ...(wrong ? [[wrong, wrong === 1 ? "block served wrong" : "blocks served wrong", "red"]] : [])),
+      ...rows,
+      legend(["green", "found by its hash, or free and still found"], ["blue", "computed, and indexed"], ["grey", "no hash"], ...(wrong ? [["red", "another prompt’s"]] : [])),
+      numbers([sum((one) => one.cached), "tokens found so far"], [sum((one) => one.computed), "tokens computed"], [sum((one) => one.evicted.length), "blocks evicted"], ...(wrong ? [[wrong, wrong === 1 ? "block served wrong" : "blocks served wrong", "red"]] : [])),
     ],
-    text,
+    text: says,
   };
 }
