@@ -340,7 +340,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("07_spec_decode.mjs", "min(accepted + 1, K)", "min(accepted, K)"),
         ("07_spec_decode.mjs", "[p, alpha + redrawn]", "[p, alpha]"),
         ("07_spec_decode.mjs", "1 + alpha * tau", "1 + tau"),
-        ("07_spec_decode.mjs", "uniforms(3 * seed + i", "uniforms(seed + i"),
+        ("07_spec_decode.mjs", "((i + 1) * cost)", "(i * cost + 1)"),
+        ("07_spec_decode.mjs", "uniforms(3 * seed + i", "uniforms(3 * seed + i + 1"),
         ("lib/uniforms.mjs", "x >> 27n", "x >> 28n"),
     ],
     "07b_trained_drafters": [
