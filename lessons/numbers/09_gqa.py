@@ -84,7 +84,7 @@ def decode_traffic(B: int, S: int, Hq: int, Hkv: int, D: int, heads_per_load: in
 # --- The simulation: heads, GPUs, and a map -----------------------------------------------------------------------
 
 WIDGET_DEFAULT: dict[str, Any] = {
-    "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tp": 8, "context": 8192, "gpu_gib": 80,
+    "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tp": 1, "context": 8192, "gpu_gib": 80,
     "head_map": "interleaved",
 }  # fmt: skip
 WIDGET_CHOICES = {
@@ -114,6 +114,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "head_map": used, "gpu_of_head": [h // (Hq // tp) for h in range(Hq)], "kv_heads_of_gpu": held,
         "copies": sum(map(len, held)) // Hkv,
         "outputs": outputs, "wrong_heads": [h for h in range(Hq) if outputs[h] != right[h]],
+        "num_wrong": sum(a != b for a, b in zip(outputs, right)),
         "bytes_per_token": cache_bytes(config, 1), "bytes_per_token_per_gpu": cache_bytes(config, 1, tp),
         "max_sequences": max(0, usable - WIDGET_WEIGHTS // tp) // per_sequence,
     }  # fmt: skip
@@ -222,7 +223,7 @@ def facts() -> dict[str, Any]:
             f"hkv{n}_{m}": {k: t[k] for k in ("max_sequences", "copies", "bytes_per_token_per_gpu")}
             | {"wrong": len(simulate(t["params"] | {"tp": 1})["wrong_heads"])}
             for n in (32, 8, 1) for m in lesson.HEAD_MAPS
-            for t in [simulate(WIDGET_DEFAULT | {"num_kv_heads": n, "head_map": m})]
+            for t in [simulate(WIDGET_DEFAULT | {"tp": 8, "num_kv_heads": n, "head_map": m})]
         },
     }  # fmt: skip
 

@@ -399,7 +399,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("12_multi_lora.mjs", "this.waiting.unshift(", "this.waiting.push("),
         ("12_multi_lora.mjs", "edge > drawn", "edge >= drawn + 100_000"),
         ("12_multi_lora.mjs", "segments.at(-1)?.[0] === slot", "false"),
-        ("12_multi_lora.mjs", "sort ? [...slots]", "true ? [...slots]"),
+        ("12_multi_lora.mjs", "sort ? [...slots]", "!sort ? [...slots]"),
         ("12_multi_lora.mjs", "range(0, max_loras).reverse()", "range(0, max_loras)"),
     ],
 }  # fmt: skip

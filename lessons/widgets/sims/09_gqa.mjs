@@ -41,6 +41,7 @@ export function simulate(params) {
     copies: (tp * per_gpu) / Hkv,
     outputs,
     wrong_heads: range(0, Hq).filter((h) => outputs[h] !== right[h]),
+    num_wrong: outputs.filter((head, h) => head !== right[h]).length,
     bytes_per_token: cache_bytes(Hkv, D, 1, 1),
     bytes_per_token_per_gpu: cache_bytes(Hkv, D, 1, tp),
     max_sequences: Math.floor(room / cache_bytes(Hkv, D, context, tp)),
