@@ -123,13 +123,13 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
 def describe(trace: dict[str, Any]) -> str:
     """The state of the simulation as text, as the widget's slot shows it."""
     p = trace["params"]
-    lines = [f"{p['num_heads']} query heads, {p['num_kv_heads']} KV heads of {p['head_dim']}, {p['tp']} GPUs of "
-             f"{p['gpu_gib']} GiB, map {p['head_map']}"]  # fmt: skip
+    lines = [f"{p['num_heads']} query heads, {p['num_kv_heads']} KV heads of {p['head_dim']}, "
+             f"{p['tp']} GPU{'s' * (p['tp'] > 1)} of {p['gpu_gib']} GiB, map {p['head_map']}"]  # fmt: skip
     if trace["problem"]:
         return "\n".join([*lines, f"IMPOSSIBLE: {trace['problem']}"])
     for gpu in sorted({0, 1, p["tp"] - 1} & set(range(p["tp"]))):
         heads = [h for h, owner in enumerate(trace["gpu_of_head"]) if owner == gpu]
-        reads = ", ".join(str(trace["head_map"][h]) for h in heads)
+        reads = ", ".join(str(trace["head_map"][h]) for h in heads[:8]) + (", …" if len(heads) > 8 else "")
         lines.append(
             f"  GPU {gpu}: query heads {heads[0]}–{heads[-1]} read KV heads {reads}; "
             f"it holds {', '.join(map(str, trace['kv_heads_of_gpu'][gpu]))}"

@@ -369,7 +369,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("09_gqa.mjs", "Math.max(1, Math.floor(Hkv / tp))", "Math.ceil(Hkv / tp) + 1"),
         ("09_gqa.mjs", "h % Hkv", "h % (Hkv + 1)"),
         ("09_gqa.mjs", "Math.floor((gpu * Hkv) / tp)", "Math.ceil((gpu * Hkv) / tp)"),
-        ("09_gqa.mjs", "return { params, problem: `${tp} GPUs", "if (tp < 16) return { params, problem: `${tp} GPUs"),
+        ("09_gqa.mjs", "if (Hq % Hkv !== 0) return", "if (Hq < Hkv / 2) return"),
+        ("09_gqa.mjs", "(head, h) => head !== right[h]", "(head, h) => head < right[h]"),
         ("09_gqa.mjs", "Math.floor(WEIGHTS / tp)", "WEIGHTS"),
     ],
     "10_chunked_prefill": [
