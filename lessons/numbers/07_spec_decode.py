@@ -80,10 +80,13 @@ def simulate(params: dict) -> dict:
             torch.from_numpy(np.where(drafts.flatten() < 0, -1, 0)),
         )
     tokens, rounds, counts = tokens.view(ROUNDS, K + 1).tolist(), [], [0] * len(p)
+    cost = 1 + K * (params["draft_cost"] + params["verify_cost"])  # of a round, in plain steps
     for i, n in enumerate(num_sampled.tolist()):
         draft, written = drafts[i, :K].tolist(), tokens[i][:n]
         kept = next((j for j, (a, b) in enumerate(zip(draft, written)) if a != b), min(n, K))
         tested = list(range(min(kept + 1, K)))
+        for token in written:
+            counts[token] += 1
         rounds.append(
             {
                 "draft": draft,
@@ -91,10 +94,9 @@ def simulate(params: dict) -> dict:
                 "u": [float(accept_u[i * (K + 1) + j]) for j in tested],
                 "accepted": kept,
                 "written": written,
+                "speedup": sum(counts) / ((i + 1) * cost),  # up to here
             }
         )
-        for token in written:
-            counts[token] += 1
     # Where a draft was tried, and over all that is written. (np.sum adds as a browser does; `sum`, since 3.12, better.)
     alpha = agrees = float(np.minimum(p, q).sum())
     rest = [max(a - b, 0) / (1 - alpha) if alpha < 1 else 0.0 for a, b in zip(p, q)]
@@ -113,9 +115,11 @@ def simulate(params: dict) -> dict:
         "rounds": rounds,
         "counts": counts,
         "tried": tried,
+        "percent": [round(100 * x) for x in tried],
         "written": [((mean - bonus) * t + bonus * x) / mean for t, x in zip(tried, p)],
         "distance": float(np.abs(np.subtract(tried, p)).sum()) / 2,
         "tokens_per_round": mean,
+        "speedup": gains[K],
         "speedups": gains,
         "best": max(range(9), key=lambda k: (gains[k], -k)),
     }

@@ -84,7 +84,7 @@ def decode_traffic(B: int, S: int, Hq: int, Hkv: int, D: int, heads_per_load: in
 # --- The simulation: heads, GPUs, and a map -----------------------------------------------------------------------
 
 WIDGET_DEFAULT: dict[str, Any] = {
-    "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tp": 8, "context": 8192, "gpu_gib": 80,
+    "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tp": 1, "context": 8192, "gpu_gib": 80,
     "head_map": "interleaved",
 }  # fmt: skip
 WIDGET_CHOICES = {
@@ -114,6 +114,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "head_map": used, "gpu_of_head": [h // (Hq // tp) for h in range(Hq)], "kv_heads_of_gpu": held,
         "copies": sum(map(len, held)) // Hkv,
         "outputs": outputs, "wrong_heads": [h for h in range(Hq) if outputs[h] != right[h]],
+        "num_wrong": sum(a != b for a, b in zip(outputs, right)),
         "bytes_per_token": cache_bytes(config, 1), "bytes_per_token_per_gpu": cache_bytes(config, 1, tp),
         "max_sequences": max(0, usable - WIDGET_WEIGHTS // tp) // per_sequence,
     }  # fmt: skip
@@ -122,13 +123,13 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
 def describe(trace: dict[str, Any]) -> str:
     """The state of the simulation as text, as the widget's slot shows it."""
     p = trace["params"]
-    lines = [f"{p['num_heads']} query heads, {p['num_kv_heads']} KV heads of {p['head_dim']}, {p['tp']} GPUs of "
-             f"{p['gpu_gib']} GiB, map {p['head_map']}"]  # fmt: skip
+    lines = [f"{p['num_heads']} query heads, {p['num_kv_heads']} KV heads of {p['head_dim']}, "
+             f"{p['tp']} GPU{'s' * (p['tp'] > 1)} of {p['gpu_gib']} GiB, map {p['head_map']}"]  # fmt: skip
     if trace["problem"]:
         return "\n".join([*lines, f"IMPOSSIBLE: {trace['problem']}"])
     for gpu in sorted({0, 1, p["tp"] - 1} & set(range(p["tp"]))):
         heads = [h for h, owner in enumerate(trace["gpu_of_head"]) if owner == gpu]
-        reads = ", ".join(str(trace["head_map"][h]) for h in heads)
+        reads = ", ".join(str(trace["head_map"][h]) for h in heads[:8]) + (", …" if len(heads) > 8 else "")
         lines.append(
             f"  GPU {gpu}: query heads {heads[0]}–{heads[-1]} read KV heads {reads}; "
             f"it holds {', '.join(map(str, trace['kv_heads_of_gpu'][gpu]))}"
@@ -222,7 +223,7 @@ def facts() -> dict[str, Any]:
             f"hkv{n}_{m}": {k: t[k] for k in ("max_sequences", "copies", "bytes_per_token_per_gpu")}
             | {"wrong": len(simulate(t["params"] | {"tp": 1})["wrong_heads"])}
             for n in (32, 8, 1) for m in lesson.HEAD_MAPS
-            for t in [simulate(WIDGET_DEFAULT | {"num_kv_heads": n, "head_map": m})]
+            for t in [simulate(WIDGET_DEFAULT | {"tp": 8, "num_kv_heads": n, "head_map": m})]
         },
     }  # fmt: skip
 

@@ -183,9 +183,16 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     threshold and adaptive (`long_prefill_token_threshold…`); a step of n tokens takes step_us + token_us · n.
     The trace has, per step: start_us, decodes, chunk and short_chunk (tokens of each), and the total is their sum.
     It ends two steps after the last first token, or in the first step in which no newcomer got a token: as the streams
-    never end, none ever will (`starved`). Drives the lesson's Scheduler. Raises InputError.
+    never end, none ever will (`starved`). `whole` is the same story with room for everything in one step.
+    Drives the lesson's Scheduler. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
+    whole = run(p | {"budget": p["decoders"] + p["prompt"] + p["short_prompt"], "threshold": 0})
+    return run(p) | {"whole": {name: value for name, value in whole.items() if name != "params"}}
+
+
+def run(p: dict[str, Any]) -> dict[str, Any]:
+    """The trace of one run, as `simulate` describes it."""
 
     def cost(work: Any) -> Any:
         return p["step_us"] + p["token_us"] * sum(n for n, _ in work)

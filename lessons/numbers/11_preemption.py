@@ -73,6 +73,7 @@ class ObservedCore(lesson.MeteredCore):
             {
                 "step": self.now,
                 "scheduled": {int(i): n for i, n in output.num_scheduled_tokens.items()},
+                "computed": {int(i): scheduler.requests[i].num_computed_tokens for i in output.num_scheduled_tokens},
                 "held": {i: len(tables[str(i)]) for i in sorted(map(int, tables))},
                 "free": scheduler.kv_cache_manager.block_pool.num_free_blocks,
                 "waiting": _numbers(scheduler.waiting),
@@ -89,7 +90,8 @@ class ObservedCore(lesson.MeteredCore):
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Equal requests, one every `arrival_gap` steps, at a pool of `pool_blocks` usable blocks: every step.
 
-    params: integers within WIDGET_CHOICES; policy "recompute" or "swap"; prefix_caching true or false. Times are
+    params: integers within WIDGET_CHOICES; policy "recompute" or "swap"; prefix_caching true or false. `victim` is the
+    request that was preempted most often, the last one if none was; `computed` are positions, with the step's own. Times are
     integers: µs of recomputing at `prefill_tok_s`, µs of copying Llama-3.1-8B's blocks at `link_gb_s` one way.
     Raises InputError naming the field.
     """
@@ -125,7 +127,9 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
             break  # all requests are equal
         trace["outputs"] += len(core.step())
     copied = sum(step["copied"] for step in core.steps)
+    times = [sum(step["preempted"].count(i) for step in core.steps) for i in range(p["requests"])]
     return trace | {
+        "victim": times.index(max(times)) if any(times) else p["requests"] - 1, "num_steps": len(core.steps),
         "steps": core.steps, "preemptions": core.preemptions, "useful": core.useful, "redone": core.redone,
         "copied_blocks": copied, "recompute_us": core.redone * 10**6 // p["prefill_tok_s"],
         "swap_us": copied * p["block_size"] * BYTES_PER_TOKEN // (p["link_gb_s"] * 1000),

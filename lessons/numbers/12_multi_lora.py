@@ -98,7 +98,7 @@ def dry_request(i: int, adapter: int, tokens: int = 2) -> Request:
 
 TRAFFIC = ("round robin", "bursts of 4", "Zipf")
 WIDGET_DEFAULT: dict[str, Any] = {
-    "adapters": 9, "max_loras": 8, "traffic": "round robin", "batch": 1, "ranks": "all 8", "sort": True,
+    "adapters": 8, "max_loras": 8, "traffic": "round robin", "batch": 1, "ranks": "all 8", "sort": True,
 }  # fmt: skip
 WIDGET_CHOICES = {
     "adapters": (1, 2, 4, 7, 8, 9, 12, 16), "max_loras": (1, 2, 4, 8), "traffic": TRAFFIC, "batch": (1, 4, 8),
@@ -138,7 +138,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
                 "lru": [*map(int, manager.slots)],
                 "loaded": [int(name) for name, slot in manager.slots.items() if before.get(name) != slot],
                 "passed_over": [*map(int, scheduler.waiting_for_adapter)],
-                "waiting": len(scheduler.waiting),
+                "queue": [int(request.request_id) for request in scheduler.waiting],
             }
         )
     kib = 2 * max(ranks) * PER_RANK // 1024

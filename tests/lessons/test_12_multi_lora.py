@@ -1343,20 +1343,21 @@ def test_flags_that_are_refused(flags, word):
 
 
 def test_the_widget_is_the_real_thing(monkeypatch):
-    trace = page.simulate(page.WIDGET_DEFAULT)
+    assert page.simulate(page.WIDGET_DEFAULT)["loads"] == 8
+    nine = page.WIDGET_DEFAULT | {"adapters": 9}
+    trace = page.simulate(nine)
     assert trace["loads"] == trace["requests"], "nine adapters in turn, eight slots: nobody is ever there"
-    assert page.simulate(page.WIDGET_DEFAULT | {"adapters": 8})["loads"] == 8
-    one64 = page.simulate(page.WIDGET_DEFAULT | {"ranks": "one 64"})
+    one64 = page.simulate(nine | {"ranks": "one 64"})
     assert one64["slot_kib"] == 8 * trace["slot_kib"] and one64["used_kib"] < one64["reserved_kib"] / 4
     batch = page.WIDGET_DEFAULT | {"batch": 8, "adapters": 2}
     assert page.simulate(batch)["weight_reads"] < page.simulate(batch | {"sort": False})["weight_reads"]
     again = {"adapters": 7, "max_loras": 2, "traffic": "Zipf", "batch": 4}  # one is evicted and loaded in one step
     trace = page.simulate(page.WIDGET_DEFAULT | again)
     assert sum(len(step["loaded"]) for step in trace["steps"]) == trace["loads"]
-    trace, evict = page.simulate(page.WIDGET_DEFAULT), LoRAModelManager.evict_idle
+    trace, evict = page.simulate(nine), LoRAModelManager.evict_idle
     monkeypatch.setattr(LoRAModelManager, "evict_idle",
                         lambda self, pinned: evict(self, pinned | {next(iter(self.slots))}))  # fmt: skip
-    assert page.simulate(page.WIDGET_DEFAULT)["loads"] < trace["loads"], "another victim, another trace"
+    assert page.simulate(nine)["loads"] < trace["loads"], "another victim, another trace"
 
 
 VIEW = """
@@ -1376,7 +1377,7 @@ def test_what_the_picture_says_in_the_end():
     """Why there were many loads: with Zipf traffic nobody takes turns, and of many nobody comes back at once."""
     states = [{}, {"adapters": 16, "max_loras": 1}, {"traffic": "Zipf", "max_loras": 1},
               {"traffic": "Zipf", "max_loras": 2}, {"batch": 8, "max_loras": 4}, {"adapters": 8}]  # fmt: skip
-    states = [page.WIDGET_DEFAULT | state for state in states]
+    states = [page.WIDGET_DEFAULT | {"adapters": 9} | state for state in states]
     widgets = (common.ROOT / "lessons" / "widgets").as_uri()
     command = ["node", "--input-type=module", "-e", VIEW, widgets, json.dumps(states)]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -346,7 +346,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("07_spec_decode.mjs", "min(accepted + 1, K)", "min(accepted, K)"),
         ("07_spec_decode.mjs", "[p, alpha + redrawn]", "[p, alpha]"),
         ("07_spec_decode.mjs", "1 + alpha * tau", "1 + tau"),
-        ("07_spec_decode.mjs", "uniforms(3 * seed + i", "uniforms(seed + i"),
+        ("07_spec_decode.mjs", "((i + 1) * cost)", "(i * cost + 1)"),
+        ("07_spec_decode.mjs", "uniforms(3 * seed + i", "uniforms(3 * seed + i + 1"),
         ("lib/uniforms.mjs", "x >> 27n", "x >> 28n"),
     ],
     "07b_trained_drafters": [
@@ -374,7 +375,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("09_gqa.mjs", "Math.max(1, Math.floor(Hkv / tp))", "Math.ceil(Hkv / tp) + 1"),
         ("09_gqa.mjs", "h % Hkv", "h % (Hkv + 1)"),
         ("09_gqa.mjs", "Math.floor((gpu * Hkv) / tp)", "Math.ceil((gpu * Hkv) / tp)"),
-        ("09_gqa.mjs", "return { params, problem: `${tp} GPUs", "if (tp < 16) return { params, problem: `${tp} GPUs"),
+        ("09_gqa.mjs", "if (Hq % Hkv !== 0) return", "if (Hq < Hkv / 2) return"),
+        ("09_gqa.mjs", "(head, h) => head !== right[h]", "(head, h) => head < right[h]"),
         ("09_gqa.mjs", "Math.floor(WEIGHTS / tp)", "WEIGHTS"),
     ],
     "10_chunked_prefill": [
@@ -404,7 +406,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("12_multi_lora.mjs", "this.waiting.unshift(", "this.waiting.push("),
         ("12_multi_lora.mjs", "edge > drawn", "edge >= drawn + 100_000"),
         ("12_multi_lora.mjs", "segments.at(-1)?.[0] === slot", "false"),
-        ("12_multi_lora.mjs", "sort ? [...slots]", "true ? [...slots]"),
+        ("12_multi_lora.mjs", "sort ? [...slots]", "!sort ? [...slots]"),
         ("12_multi_lora.mjs", "range(0, max_loras).reverse()", "range(0, max_loras)"),
     ],
 }  # fmt: skip

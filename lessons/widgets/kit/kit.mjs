@@ -36,7 +36,8 @@ function read_hash(spec, hash) {
 function write_hash(spec, params, index, last) {
   const given = new URLSearchParams();
   for (const { name } of spec.controls) if (params[name] !== spec.default[name]) given.set(name, params[name]);
-  if (index < last) given.set("at", index);
+  const home = given.size ? last : Math.min(spec.at ?? last, last); // where one arrives without `at`
+  if (index !== home) given.set("at", index);
   return given.size ? `#widget?${given}` : "";
 }
 

@@ -50,6 +50,7 @@ export function simulate({ pair, drafts: K, draft_cost, verify_cost, bug, seed }
   const [p, q] = PAIRS[pair];
   const [draft_u, accept_u, draw_u] = range(0, 3).map((i) => uniforms(3 * seed + i, ROUNDS * (K + 1)));
   const counts = p.map(() => 0);
+  const cost = 1 + K * (draft_cost + verify_cost); // of a round, in plain steps
   const rounds = range(0, ROUNDS).map((i) => {
     const first = i * (K + 1);
     const row = (u) => u.slice(first, first + K + 1);
@@ -61,7 +62,7 @@ export function simulate({ pair, drafts: K, draft_cost, verify_cost, bug, seed }
     for (const token of written) counts[token] += 1;
     return {
       draft, ratio: tested.map((j) => Math.min(1, p[draft[j]] / q[draft[j]])),
-      u: tested.map((j) => accept_u[first + j]), accepted, written,
+      u: tested.map((j) => accept_u[first + j]), accepted, written, speedup: sum(counts) / ((i + 1) * cost),
     };
   });
   // Where a draft was tried, and over everything that is written: exactly.
@@ -75,10 +76,10 @@ export function simulate({ pair, drafts: K, draft_cost, verify_cost, bug, seed }
   const [mean, bonus] = [tau[K], lost && K > 0 ? 0 : agrees ** K];
   const speedups = tau.map((tokens, k) => tokens / (1 + k * (draft_cost + verify_cost)));
   return {
-    words: WORDS, p, q, alpha, rounds, counts, tried,
+    words: WORDS, p, q, alpha, rounds, counts, tried, percent: tried.map((x) => Math.round(100 * x)),
     written: tried.map((t, i) => ((mean - bonus) * t + bonus * p[i]) / mean),
     distance: sum(tried.map((t, i) => Math.abs(t - p[i]))) / 2,
-    tokens_per_round: mean, speedups, best: speedups.indexOf(Math.max(...speedups)),
+    tokens_per_round: mean, speedup: speedups[K], speedups, best: speedups.indexOf(Math.max(...speedups)),
   };
 }
 

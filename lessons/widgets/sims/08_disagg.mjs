@@ -246,6 +246,7 @@ export function simulate(params) {
     return {
       ...job,
       parts: [a - job.arrival, b - a, arrived - b, job.first - arrived],
+      tpot: ceil_div(job.last - job.first, job.output - 1),
       met: job.first - job.arrival <= ttft_us && job.last - job.first <= tpot_us * (job.output - 1),
     };
   });

@@ -41,6 +41,7 @@ export function simulate(params) {
     copies: (tp * per_gpu) / Hkv,
     outputs,
     wrong_heads: range(0, Hq).filter((h) => outputs[h] !== right[h]),
+    num_wrong: outputs.filter((head, h) => head !== right[h]).length,
     bytes_per_token: cache_bytes(Hkv, D, 1, 1),
     bytes_per_token_per_gpu: cache_bytes(Hkv, D, 1, tp),
     max_sequences: Math.floor(room / cache_bytes(Hkv, D, context, tp)),
@@ -50,13 +51,13 @@ export function simulate(params) {
 export function describe(trace) {
   const p = trace.params;
   const lines = [
-    `${p.num_heads} query heads, ${p.num_kv_heads} KV heads of ${p.head_dim}, ${p.tp} GPUs of ${p.gpu_gib} GiB, ` +
-      `map ${p.head_map}`,
+    `${p.num_heads} query heads, ${p.num_kv_heads} KV heads of ${p.head_dim}, ` +
+      `${p.tp} GPU${p.tp > 1 ? "s" : ""} of ${p.gpu_gib} GiB, map ${p.head_map}`,
   ];
   if (trace.problem) return [...lines, `IMPOSSIBLE: ${trace.problem}`].join("\n");
   for (const gpu of range(0, p.tp).filter((i) => i < 2 || i === p.tp - 1)) {
     const heads = range(0, p.num_heads).filter((h) => trace.gpu_of_head[h] === gpu);
-    const reads = heads.map((h) => trace.head_map[h]).join(", ");
+    const reads = heads.slice(0, 8).map((h) => trace.head_map[h]).join(", ") + (heads.length > 8 ? ", …" : "");
     const held = trace.kv_heads_of_gpu[gpu].join(", ");
     lines.push(`  GPU ${gpu}: query heads ${heads[0]}–${heads.at(-1)} read KV heads ${reads}; it holds ${held}`);
   }

@@ -38,6 +38,13 @@ class SimulatedCore extends EngineCore {
 }
 
 export function simulate(params) {
+  const { decoders, prompt, short_prompt } = params;
+  const { params: _, ...whole } = run({ ...params, budget: decoders + prompt + short_prompt, threshold: 0 });
+  return { ...run(params), whole };
+}
+
+/** One run; `whole`, in the trace, is another one with room for everything in one step. */
+function run(params) {
   const { budget, decoders, prompt, short_prompt, threshold, adaptive, step_us, token_us } = params;
   const seats = decoders + 2;
   const max_model_len = 20000 + prompt + short_prompt;

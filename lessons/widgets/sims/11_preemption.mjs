@@ -19,9 +19,11 @@ class ObservedCore extends MeteredCore {
     const before = this.redone;
     const sampled = super.execute_model(output);
     const { kv_cache_manager: manager, waiting, copied = 0 } = this.scheduler;
+    const at = (id) => this.scheduler.requests.get(id).num_computed_tokens;
+    const computed = Object.fromEntries([...output.num_scheduled_tokens.keys()].map((id) => [id, at(id)]));
     const number = (requests) => requests.map((request) => request.request_id);
     this.steps.push({
-      step: this.now, scheduled: Object.fromEntries(output.num_scheduled_tokens),
+      step: this.now, scheduled: Object.fromEntries(output.num_scheduled_tokens), computed,
       held: Object.fromEntries([...manager.req_to_blocks].map(([id, table]) => [id, table.length])),
       free: manager.block_pool.num_free_blocks, waiting: number(waiting), preempted: number(output.preempted),
       resumed: number(output.resumed), redone: this.redone - before, copied,
@@ -59,9 +61,11 @@ export function simulate(params) {
     outputs += core.step().length;
   }
   const { steps, preemptions, useful, redone } = core;
+  const times = range(0, requests).map((i) => sum(steps.map((step) => step.preempted.filter((r) => r === i).length)));
+  const victim = preemptions > 0 ? times.indexOf(Math.max(...times)) : requests - 1;
   const copied_blocks = sum(steps.map((step) => step.copied));
   return {
-    params, refused, outputs, token_ns, steps, preemptions, useful, redone, copied_blocks,
+    params, refused, outputs, token_ns, victim, num_steps: steps.length, steps, preemptions, useful, redone, copied_blocks,
     recompute_us: Math.floor((redone * 10 ** 6) / params.prefill_tok_s),
     swap_us: Math.floor((copied_blocks * block_size * BYTES_PER_TOKEN) / (params.link_gb_s * 1000)),
   };

@@ -118,7 +118,7 @@ export function simulate(params) {
       slots: range(0, max_loras).map((slot) => name_of.get(slot) ?? -1), lru,
       loaded: lru.filter((adapter) => before.get(adapter) !== lora.slots.get(adapter)),
       passed_over: scheduler.waiting_for_adapter.map((request) => request.request_id),
-      waiting: scheduler.waiting.length,
+      queue: scheduler.waiting.map((request) => request.request_id),
     });
   }
   const slot_kib = Math.floor((2 * Math.max(...ranks) * PER_RANK) / 1024);

@@ -1,79 +1,87 @@
-// All rounds as a tape; one of them, each guess against its coin; and what the rule makes of q, and K of the time.
+// One round: the drafter guesses, the model checks, what stands goes to the text, what falls is thrown away. Below: what the rule does to q.
+
+const SLOW = 4, STAGES = 4; // the first rounds are shown in four stages: guess, check, keep, write; then a step is a round
 
 export function steps(trace) {
-  return trace.rounds.length;
+  return SLOW * STAGES + trace.rounds.length - SLOW;
 }
 
 const hundred = (x) => (x * 100).toFixed(0);
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, path, circle, box, numbers, legend, number, count } = kit;
-  const { words, p, q, rounds, tried, distance, speedups, best } = trace, round = rounds[index], K = round.draft.length;
-  const shapes = [], fixed = (x, n = 2) => x.toFixed(n), wrong = distance > 1e-9, narrow = kit.width < 560;
+  const { svg, rect, text, line, box, key, numbers, legend, number, count } = kit;
+  const i = index < SLOW * STAGES ? Math.floor(index / STAGES) : index - SLOW * (STAGES - 1), stage = index < SLOW * STAGES ? index % STAGES : 3;
+  const { words, p, q, rounds, tried, distance } = trace, round = rounds[i], K = round.draft.length, fixed = (x, n = 2) => x.toFixed(n);
+  const shapes = [], narrow = kit.width < 560, wrong = distance > 1e-9, own = round.written.length > round.accepted ? round.accepted : -1;
 
-  // The tape: a column per round, a cell per word that it writes.
-  const pitch = kit.width / rounds.length, brick = 7, tape = 20 + (K + 1) * brick;
-  shapes.push(text(0, 12, "words that each round writes", "small soft"), line(0, tape + 0.5, kit.width, tape + 0.5));
-  rounds.forEach(({ written, accepted }, i) => written.forEach((_, j) => {
-    shapes.push(rect(i * pitch + 1, tape - (j + 1) * brick, pitch - 2, brick - 1, `${j < accepted ? "green" : "purple"}${i > index ? " faint" : ""}`));
-  }));
-  shapes.push(rect(index * pitch - 0.5, 17, pitch + 1, tape - 15, "outline ink"));
-
-  // The guesses of this round: a bar up to min(1, p/q), and where the coin fell.
-  const cell = Math.min(136, kit.width / (K + 1)), w = cell - 6, high = 60, first = tape + 34, top = first + 28;
-  shapes.push(text(0, first - 8, K ? `round ${index}: the guesses, and a coin for each` : `round ${index}: nothing is guessed, so it is an ordinary step`, "small soft"));
+  // The guesses in their columns, and under each how far the coin may go. What falls, falls out of the column.
+  const pitch = Math.min(narrow ? 64 : 104, kit.width / (K + 1)), w = pitch - 5, guess_y = 18, check_y = 44, high = narrow ? 42 : 50, thrown_y = check_y + high + 19, text_y = thrown_y + 43;
+  shapes.push(text(0, 12, K ? `round ${i}: the drafter’s guesses` : `round ${i}: no guesses, an ordinary step`, "small soft"));
   round.draft.forEach((token, j) => {
-    const x = j * cell, tested = j < round.ratio.length, kept = j < round.accepted, css = !tested ? "grey" : kept ? "green" : "red";
-    shapes.push(box(x, first, w, 22, words[token], `${css}${tested ? "" : " faint"}`), rect(x, top, w, high, "free"));
-    if (!tested) return shapes.push(text(x + w / 2, top + high / 2 + 4, w > 62 ? "not tested" : "–", "small soft middle"));
-    const bar = round.ratio[j] * high, coin = top + high - round.u[j] * high, sign = kept ? "<" : "≥";
-    shapes.push(rect(x, top + high - bar, w, bar, `box ${css}`, `min(1, p/q) = ${fixed(round.ratio[j])}, coin ${fixed(round.u[j])}`), line(x, coin, x + w, coin, "ink thick"));
-    if (w > 66) shapes.push(text(x + w / 2, top + high + 15, `${w > 92 ? "coin " : ""}${fixed(round.u[j])} ${sign} ${fixed(round.ratio[j])}`, `small middle ${css}`));
-    else shapes.push(text(x + w / 2, top + high + 14, fixed(round.u[j]), `small middle ${css}`), text(x + w / 2, top + high + 27, `${sign}${w > 44 ? " " : ""}${fixed(round.ratio[j])}`, `small middle ${css}`));
+    const x = j * pitch, tested = stage > 0 && j < round.ratio.length, kept = j < round.accepted, css = kept ? "green" : "red";
+    shapes.push(rect(x, check_y, w, high, "free"));
+    if (tested) {
+      const bar = round.ratio[j] * high, coin = check_y + high - round.u[j] * high;
+      shapes.push(rect(x, check_y + high - bar, w, bar, `box ${css}`, `min(1, p/q) = ${fixed(round.ratio[j])}, u = ${fixed(round.u[j])}`), key(`coin ${i}.${j}`, line(x, coin, x + w, coin, "ink thick")));
+      if (w > 54) shapes.push(text(x + w / 2, check_y + high + 13, `${fixed(round.u[j])} ${kept ? "<" : "≥"} ${fixed(round.ratio[j])}`, `small middle ${css}`));
+    } else if (stage > 0) shapes.push(text(x + w / 2, check_y + high / 2 + 4, w > 62 ? "not asked" : "–", "small soft middle"));
+    if (stage > 1) shapes.push(rect(x, guess_y, w, 21, "free faint"));
+    const asked = j < round.ratio.length;
+    if (stage < 2) shapes.push(key(`guess ${i}.${j}`, box(x, guess_y, w, 21, words[token], stage > 0 ? (asked ? css : "grey") : "grey")));
+    else if (!kept) shapes.push(key(`guess ${i}.${j}`, box(x, thrown_y, w, 21, words[token], asked ? "hatch red" : "red faint", "thrown away")));
   });
-  const written = K ? top + high + (w > 66 ? 40 : 52) : first + 18, own = round.written.length > round.accepted ? round.written.length - 1 : -1;
-  shapes.push(text(0, written - 7, "written", "small soft"));
-  round.written.forEach((token, j) => {
-    shapes.push(box(j * cell, written, w, 24, words[token], j === own ? "purple" : "green"));
-    if (j === own) shapes.push(text(j * cell + w / 2, written + 37, round.accepted === K ? (K ? "bonus" : "drawn") : w < 62 ? "new" : "drawn anew", "small purple middle"));
-  });
+  if (K && stage > 1 && round.accepted < K) shapes.push(text(K * pitch + 2, thrown_y + 15, w > 54 ? "thrown away" : "✗", "small red"));
 
-  // The rule: of q remains what p has as well; what is refused is drawn anew, and should fill the rest of p.
+  // The text: what stood, and one word of the model's own. As much of its end as there is room for.
+  const cell = narrow ? 40 : 44, room = Math.floor((kit.width + 4) / cell), shown = [];
+  rounds.slice(0, i + 1).forEach(({ written, accepted }, r) => written.forEach((token, j) => {
+    if (r < i || (stage > 1 && j < accepted) || stage > 2) shown.push([`guess ${r}.${j}`, words[token], j < accepted ? "green" : "purple", r === i]);
+  }));
+  const total = shown.length, tail = shown.slice(-room);
+  const lost = stage > 2 && K && own < 0; // a bonus that is not written
+  shapes.push(text(0, text_y - 6, "the text", "small soft"), line(0, text_y + 26, kit.width, text_y + 26));
+  tail.forEach(([name, word, css, now], j) => shapes.push(key(name, box(j * cell, text_y, cell - 4, 22, word, `${css}${now ? "" : " faint"}`))));
+  if (stage > 2) {
+    const x = (tail.length - 1) * cell, label = own < 0 ? "the bonus is lost" : round.accepted === K ? (K ? "the bonus" : "the model’s word") : wrong ? "drawn from p" : "drawn from what q lacks";
+    const right = x > kit.width / 2;
+    shapes.push(text(right ? x + cell - 4 : x, text_y + 40, label, `small ${own < 0 || (wrong && round.accepted < K) ? "red" : "purple"}${right ? " end" : ""}`));
+    if (lost) shapes.push(rect(x + 1, text_y - 1, cell - 6, 24, "outline red dashed"));
+  }
+
+  // The rule: the green part of q stands; what is refused is written anew, and should fill each word up to the line.
   const counts = words.map(() => 0);
-  for (const { written: tokens } of rounds.slice(0, index + 1)) for (const token of tokens) counts[token] += 1;
-  const total = counts.reduce((a, b) => a + b, 0), y = written + 74, tall = 118, low = y + tall, half = narrow ? kit.width : (kit.width - 34) / 2, third = half / words.length, col = third / 3.6;
-  shapes.push(text(0, y - 16, "share of each word, %", "small soft"), line(0, low, half, low, "ink"));
-  words.forEach((word, i) => {
-    const scale = tall - 14, kept = K ? Math.min(p[i], q[i]) : 0, x = i * third + col * 0.3, mid = x + col, right = x + 2 * col, level = low - p[i] * scale;
-    const up = (left, from, to, css, title) => rect(left + 1, low - to * scale, col - 3, (to - from) * scale, css, title);
-    if (K) shapes.push(up(x, 0, kept, "green", `${word}: q ${fixed(q[i])}`), up(x, kept, q[i], "hatch red", `${word}: ${fixed(q[i] - kept)} of q are refused`), text(x + col / 2 - 0.5, low - q[i] * scale - 4, hundred(q[i]), "small middle soft"));
-    shapes.push(up(mid, 0, kept, "green"), up(mid, kept, tried[i], "purple", `${word}: ${fixed(tried[i], 3)} come out`));
-    const off = Math.abs(tried[i] - p[i]) > 1e-9, end = low - tried[i] * scale, above = end - level > 16 ? end : Math.min(level, end); // the line in between
-    shapes.push(line(mid - 1, level, mid + col - 1, level, "ink thick"), text(mid + col / 2 - 0.5, above - 4, hundred(tried[i]), `small middle bold${off ? " red" : ""}`));
-    shapes.push(up(right, 0, counts[i] / total, "grey", `${word}: ${counts[i]} of ${total} written so far`), text(right + col / 2 - 0.5, low - (counts[i] / total) * scale - 4, hundred(counts[i] / total), "small middle soft"));
-    [K ? "q" : "", "out", "so far"].forEach((name, j) => shapes.push(text(x + (j + 0.5) * col, low + 14, name, "small middle soft")));
-    shapes.push(text(x + 1.5 * col, low + 30, word, "middle bold"));
+  for (const [, word] of shown) counts[words.indexOf(word)] += 1;
+  const y = text_y + 72, tall = narrow ? 88 : 104, low = y + tall, third = kit.width / words.length, col = Math.min(58, third / 3.5), scale = tall - 12;
+  shapes.push(text(0, y - 10, "share of each word, %", "small soft"), line(0, low, kit.width, low, "ink"));
+  words.forEach((word, n) => {
+    const kept = K ? Math.min(p[n], q[n]) : 0, x = n * third + (third - 3 * col) / 2, mid = x + col, level = low - p[n] * scale, right = Math.min(tried[n], p[n]);
+    const up = (name, left, from, to, css, title) => key(`${word} ${name}`, rect(left + 1, low - to * scale, col - 3, (to - from) * scale, css, title));
+    if (K) shapes.push(up("kept", x, 0, kept, "green", `${word}: q ${fixed(q[n])}`), up("refused", x, kept, q[n], "hatch red", `${word}: ${fixed(q[n] - kept)} of q are refused`), text(x + col / 2 - 0.5, low - q[n] * scale - 4, hundred(q[n]), "small middle soft"));
+    shapes.push(up("stays", mid, 0, kept, "green"), up("drawn", mid, kept, right, "purple", `${word}: ${fixed(tried[n], 3)} come out`), up("over", mid, right, tried[n], "red", `${word}: ${fixed(tried[n], 3)} instead of ${fixed(p[n])}`));
+    const off = Math.abs(tried[n] - p[n]) > 1e-9;
+    if (off && tried[n] < p[n]) shapes.push(rect(mid + 1, level, col - 3, (p[n] - tried[n]) * scale, "outline red dashed", "missing"));
+    shapes.push(line(mid - 1, level, mid + col - 1, level, "ink thick"), text(mid + col / 2 - 0.5, Math.min(level, low - tried[n] * scale) - 5, hundred(tried[n]), `small middle bold${off ? " red" : ""}`));
+    if (total) shapes.push(up("so far", mid + col, 0, counts[n] / total, "blue", `${word}: ${counts[n]} of ${total} written so far`), text(mid + 1.5 * col - 0.5, low - (counts[n] / total) * scale - 4, hundred(counts[n] / total), "small middle soft"));
+    if (K) shapes.push(text(x + col / 2, low + 13, narrow ? "q" : "guessed", "small middle soft"));
+    shapes.push(text(mid + col / 2, low + 13, narrow ? "out" : "written", "small middle soft"), text(mid + 1.5 * col, low + 13, narrow ? "yet" : "so far", "small middle soft"), text(mid + col / 2, low + 28, word, "middle bold"));
   });
 
-  // What K would be worth.
-  const cx = narrow ? 0 : half + 34, cy = narrow ? low + 66 : y, floor = cy + tall, reach = Math.max(1.2, ...speedups), wide = kit.width - cx - 26;
-  const at = (k) => [cx + 36 + (k * (wide - 24)) / 8, floor - (speedups[k] / reach) * (tall - 14)], one = floor - (tall - 14) / reach, [here, peak] = at(K);
-  shapes.push(text(cx, cy - 16, "speed-up with K guesses a round", "small soft"), line(cx + 26, floor, cx + 26 + wide, floor, "ink"), line(cx + 26, one, cx + 26 + wide, one, "ink dashed"));
-  shapes.push(text(cx + 20, one + 4, "1 ×", "small end soft"), text(cx + 20, floor + 4, "0", "small end soft"), path(`M${speedups.map((_, k) => at(k).map((v) => v.toFixed(1)).join(" ")).join("L")}`, "accent thick"));
-  speedups.forEach((value, k) => {
-    const [x, dot] = at(k);
-    shapes.push(circle(x, dot, k === K ? 5 : 2.5, value < 1 ? "red" : "accent"), text(x, floor + 14, k, `middle small ${k === K ? "bold" : "soft"}`));
-  });
-  shapes.push(text(K === 8 ? kit.width : here, peak + (peak > floor - 30 || (peak < one && peak + 20 > one) ? -10 : 20), `${fixed(speedups[K])} ×`, `small bold halo ${K === 8 ? "end" : "middle"}${speedups[K] < 1 ? " red" : ""}`), text(cx + 26 + wide / 2, floor + 30, "K", "small middle soft"));
-  const last = index === rounds.length - 1;
+  const thrown = rounds.slice(0, i).reduce((n, { draft, accepted }) => n + draft.length - accepted, 0) + (stage > 1 ? K - round.accepted : 0), done = stage === 3 ? round : rounds[i - 1];
+  const said = !K ? "The model writes one word; nothing is guessed." : [
+    `The drafter guesses ${count(K, "word")}; nothing is written yet.`,
+    `The model reads ${K === 1 ? "the guess" : `all ${K} guesses`} in one pass. A guess stands if its random number is below p/q, and those in front of it stand.`,
+    `${number(round.accepted)} of ${K} stand and join the text. ${round.accepted < K ? "The first that falls takes those behind it with it." : "None is thrown away."}`,
+    own < 0 ? "All stood, and the bonus word is thrown away: the pass had computed it." : `${round.accepted < K ? `${number(round.accepted)} of ${K} stood, and the model replaces the one that fell${wrong ? " with a draw from p" : ""}.` : "All stood, and the row behind the last guess gives a bonus word."}`,
+  ][stage];
+  const last = index === steps(trace) - 1;
   return {
     picture: [
-      svg(kit.width, Math.max(low, floor) + 38, `Round ${index}: ${round.accepted} of ${K} guesses accepted, ${round.written.length} words written.`, ...shapes),
-      legend(["green", "a guess that stands"], ["red hatched", "refused: q has more than p"], ["purple", "the target’s own word"], ["ink", "line: p, the target alone"], ["grey", "written so far"]),
-      numbers([fixed(trace.alpha), "accepted on average"], [fixed(trace.tokens_per_round), "words per round"], [`${fixed(speedups[K])} ×`, "speed-up", speedups[K] < 1 ? "red" : ""], [`K = ${best}`, `would be best: ${fixed(speedups[best])} ×`],
-        [fixed(distance, 3), "distance from p", wrong ? "red" : "green"]),
+      svg(kit.width, low + 34, `Round ${i}: ${round.accepted} of ${K} guesses accepted, ${round.written.length} words written.`, ...shapes),
+      legend(["green", "a guess that stands"], ["red hatched", "thrown away"], ["purple", "the model’s own word"], ["ink", "line: p, the model alone"], ["blue", "written so far"]),
+      numbers([number(total), "words written"], [number(i + (stage === 3)), "passes of the model"], [number(thrown), "guesses thrown away"],
+        [done ? `${fixed(done.speedup)} ×` : "–", "speed-up so far", done && done.speedup < 1 ? "red" : ""], [fixed(distance, 2), "distance from p", wrong ? "red" : "green"]),
     ],
-    text: `Round ${index}: ${K ? `${round.accepted} of ${count(K, "guess").replace("guesss", "guesses")} accepted` : "nothing was drafted"}, ${count(round.written.length, "word")} written.`
-      + (last ? ` After ${rounds.length} rounds ${number(total)} words are written${wrong ? ", and their distribution is not the model's: nothing looks broken, and it is" : ", and they are distributed as the model alone would"}.` : ""),
+    text: `Round ${i}: ${said}`
+      + (last ? ` ${wrong ? "No sentence shows that the distribution is wrong." : `The ${number(total)} words are distributed as the model’s own.`}` : ""),
   };
 }

@@ -1,64 +1,77 @@
-// Time runs to the right. A bar is a step: as wide as it takes, as high as it has tokens. Below: when a stream gets its tokens.
+// The same prompt twice on one clock: above in one step, below in chunks. A bar is a step: as wide as it takes, as high as it has tokens.
+
+const AXIS = 1_250_000, MOST = 4200; // µs to the right, tokens upwards: the same for every run
 
 export function steps(trace) {
   return trace.start_us.length;
 }
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, number, numbers, legend, count } = kit;
-  const { params: p, start_us, decodes, chunk, short_chunk, arrival_us } = trace, narrow = kit.width < 480;
-  const ends = [...start_us.slice(1), trace.end_us], ms = (us) => `${number(us / 1000, us < 100_000 ? 1 : 0)} ms`;
-  const left = narrow ? 0 : 92, px = (kit.width - left) / trace.end_us, top = 26, high = 150, base = top + high;
-  const totals = decodes.map((n, i) => n + chunk[i] + short_chunk[i]), most = Math.max(p.budget < 2 * Math.max(...totals) ? p.budget : 0, ...totals);
-  const py = high / most, shapes = [], x = (us) => left + us * px;
+  const { svg, rect, text, line, key, number, numbers, legend, count } = kit;
+  const { params: p, whole, arrival_us } = trace, narrow = kit.width < 480, shapes = [];
+  const ms = (us) => `${number(us / 1000, us < 100_000 ? 1 : 0)} ms`;
+  const left = narrow ? 46 : 84, wide = kit.width - left, x = (us) => left + (Math.min(us, AXIS) / AXIS) * wide;
+  const last = index === trace.start_us.length - 1, starved = last && trace.starved, titles = [];
+  const high = 84, lanes = 2 + Boolean(p.short_prompt) + Boolean(trace.silent_streams), track = 18 + high + lanes * 18 + 12;
+  const ends_of = (run) => [...run.start_us.slice(1), run.end_us], ends = ends_of(trace), now = ends[index];
 
-  const budget = base - p.budget * py;
-  if (p.budget <= most) shapes.push(line(left, budget, kit.width, budget, "ink dashed"), text(kit.width, budget - 5, `budget ${number(p.budget)}`, "small end"));
-  start_us.forEach((start, i) => {
-    const w = (ends[i] - start) * px, inner = w - (w > 3 ? 1 : 0), faint = i > index ? " faint" : "";
-    let y = base;
-    for (const [n, css] of [[decodes[i], "blue"], [chunk[i], "orange"], [short_chunk[i], "purple"]]) {
-      const h = n ? Math.max(2, n * py) : 0;
-      y -= h;
-      if (h) shapes.push(rect(x(start), y, inner, h, css + faint, `step ${i}, ${ms(ends[i] - start)}: ${decodes[i]} decodes, ${chunk[i]} of the long prompt${short_chunk[i] ? `, ${short_chunk[i]} of the short one` : ""}`));
-    }
-    if (i === index) shapes.push(rect(x(start) - 1, top, Math.max(3, w + 1), high, "outline accent"));
-  });
-  shapes.push(line(left, base, kit.width, base, "ink"));
-  if (!narrow) shapes.push(text(left - 10, base - high / 2 - 2, "tokens", "small soft end"), text(left - 10, base - high / 2 + 12, "in the step", "small soft end"));
+  /** The longest silence so far of a stream that is served, the one that goes on included: [start, end], or null. */
+  const silence = (run, until) => ends_of(run).reduce((best, end, i) => (run.decodes[i] && p.decoders && end > arrival_us && run.start_us[i] < until && (!best || Math.min(end, until) - run.start_us[i] > best[1] - best[0]) ? [run.start_us[i], Math.min(end, until)] : best), null);
 
-  // Two lanes: a running stream's tokens, one at each step's end, and the newcomer's wait.
-  const lane = (row, name, ...inside) => {
-    const y = base + 16 + row * (narrow ? 46 : 34);
-    shapes.push(text(narrow ? 0 : left - 10, narrow ? y + 8 : y + 13, name, narrow ? "small soft" : "small soft end"));
-    const top_of = narrow ? y + 14 : y;
-    shapes.push(rect(left, top_of, kit.width - left, 18, "free"), ...inside.flatMap((make) => make(top_of)));
+  const draw_track = (run, top, name, title, now) => {
+    const over = ends_of(run), base = top + 18 + high;
+    titles.push(text(left, top + 10, title, "small bold halo"));
+    shapes.push(line(left, base, kit.width, base, "ink"));
+    if (!narrow) shapes.push(text(left - 8, base - high / 2 - 3, "tokens", "small soft end"), text(left - 8, base - high / 2 + 11, "in a step", "small soft end"));
+    run.start_us.forEach((start, i) => {
+      if (start >= AXIS) return;
+      const w = x(over[i]) - x(start), faint = over[i] > now ? " faint" : "";
+      let y = base;
+      for (const [n, css] of [[run.decodes[i], "blue"], [run.chunk[i], "orange"], [run.short_chunk[i], "purple"]]) {
+        const h = n ? Math.max(2, (n / MOST) * high) : 0;
+        y -= h;
+        const said = `step ${i}, ${ms(over[i] - start)}: ${run.decodes[i]} decodes, ${run.chunk[i]} of the long prompt${run.short_chunk[i] ? `, ${run.short_chunk[i]} of the short one` : ""}`;
+        if (h) shapes.push(key(`${name} ${i} ${css}`, rect(x(start), y, w - (w > 3 ? 1 : 0), h, css + faint, said)));
+      }
+    });
+    let y = base + 5;
+    const lane = (label, ...inside) => {
+      shapes.push(text(left - 8, y + 11, label, "small soft end"), rect(left, y, wide, 14, "free"), ...inside);
+      y += 18;
+    };
+    const quiet = silence(run, now), beside = (us, words, css) => text(Math.min(x(us) + 5, kit.width - 6.2 * words.length), y + 11, words, `small halo ${css}`);
+    lane(narrow ? "stream" : "a stream", ...(quiet && quiet[0] < AXIS ? [key(`${name} silence`, rect(x(quiet[0]), y, x(quiet[1]) - x(quiet[0]), 14, "box red", `silent for ${ms(quiet[1] - quiet[0])}`))] : []),
+      ...over.filter((end, i) => run.decodes[i] && end <= now && end < AXIS).map((end) => rect(x(end) - 1, y + 1, 2, 12, "blue")),
+      ...(quiet ? [beside(Math.min(AXIS, Math.max(...over.filter((end) => end <= now))), `silent for ${ms(quiet[1] - quiet[0])}`, "red bold")] : []));
+    if (run.silent_streams) lane(narrow ? `${run.silent_streams} more` : `${run.silent_streams} streams`, ...(now > arrival_us ? [rect(left, y, starved ? wide : x(now) - left, 14, "hatch red"), beside(now + 60_000, "no token at all", "red bold")] : []));
+    const wait = (label, css, ttft) => {
+      const first = ttft === null ? Infinity : arrival_us + ttft, never = run.starved && now >= run.end_us;
+      lane(label, ...(now > arrival_us ? [key(`${name} ${css}`, rect(x(arrival_us), y, never ? kit.width - x(arrival_us) : x(Math.min(first, now)) - x(arrival_us), 14, never ? "hatch red" : `box ${css}`, "waits for its first token"))] : []),
+        ...(now >= first && first < AXIS ? [rect(x(first) - 1.5, y, 3, 14, css)] : []),
+        ...(never ? [beside(now + 60_000, "never starts", "red bold")] : now >= first ? [beside(Math.min(first, AXIS), `first token after ${ms(ttft)}`, css)] : []));
+    };
+    wait(narrow ? "prompt" : "long prompt", "orange", run.ttft_us);
+    if (p.short_prompt) wait(narrow ? "short" : "short prompt", "purple", run.short_ttft_us);
   };
-  const gap = ends.reduce((best, end, i) => (decodes[i] && end > arrival_us && (best < 0 || end - start_us[i] > ends[best] - start_us[best]) ? i : best), -1);
-  lane(0, trace.silent_streams ? "served stream" : "a stream",
-    (y) => (gap >= 0 && trace.worst_gap_us && p.decoders && index >= gap ? [rect(x(start_us[gap]), y, (ends[gap] - start_us[gap]) * px, 18, "box red", `silent for ${ms(trace.worst_gap_us)}`)] : []),
-    (y) => ends.slice(0, index + 1).filter((_, i) => decodes[i]).map((end) => rect(x(end) - 1, y + 2, 2, 14, "blue")));
-  const first = trace.ttft_us === null ? trace.end_us : arrival_us + trace.ttft_us, now = ends[index];
-  lane(1, "long prompt", (y) => (now > arrival_us ? [rect(x(arrival_us), y, (Math.min(first, now) - arrival_us) * px, 18, "box orange", "waits for its first token"), ...(now >= first && trace.ttft_us !== null ? [rect(x(first) - 1, y, 3, 18, "orange")] : [])] : []));
-  if (p.short_prompt && trace.short_ttft_us) {
-    const short = arrival_us + trace.short_ttft_us;
-    lane(2, "short prompt", (y) => (now > arrival_us ? [rect(x(arrival_us), y, (Math.min(short, now) - arrival_us) * px, 18, "box purple"), ...(now >= short ? [rect(x(short) - 1, y, 3, 18, "purple")] : [])] : []));
-  }
-  const lanes = 2 + Boolean(p.short_prompt && trace.short_ttft_us), bottom = base + 16 + lanes * (narrow ? 46 : 34);
-  const late = x(arrival_us) > kit.width - 150;
-  shapes.push(line(x(arrival_us), top, x(arrival_us), bottom - 8, "orange dashed"), text(x(arrival_us) + (late ? -4 : 4), 12, "the long prompt arrives", `small orange${late ? " end" : ""}`));
-  shapes.push(text(left, bottom + 8, "0", "small soft"), text(kit.width, bottom + 8, ms(trace.end_us), "small soft end"));
+  draw_track(whole, 0, "whole", `Whole: ${number(p.prompt + p.short_prompt)} tokens in one step`, starved ? whole.end_us : now); // who starves does so for ever: the other run is over
+  const second = track - (trace.silent_streams ? 18 : 0);
+  draw_track(trace, second, "chunks", `Budget of ${count(p.budget, "token")} a step`, now);
+  const bottom = second + track - 8;
+  shapes.push(line(x(arrival_us), 16, x(arrival_us), bottom - 2, "orange dashed"), line(x(now), 16, x(now), bottom - 2, "ink"));
+  for (let t = 0; t <= 1200; t += narrow ? 400 : 200) shapes.push(text(x(t * 1000), bottom + 10, t ? number(t) : "0 ms", `small soft ${t === 0 ? "" : "middle"}`));
+  shapes.push(...titles);
 
-  const last = index === start_us.length - 1, starved = last && trace.starved;
+  const { start_us, decodes, chunk, short_chunk } = trace, first = trace.ttft_us === null ? Infinity : arrival_us + trace.ttft_us;
+  const quiet = silence(trace, now), waited = (ttft) => (ttft !== null && now >= arrival_us + ttft ? ms(ttft) : starved ? "never" : now > arrival_us ? `${ms(now - arrival_us)} …` : "–");
   return {
     picture: [
       svg(kit.width, bottom + 14, `${index + 1} steps up to ${ms(now)}. This step: ${decodes[index]} decodes and ${chunk[index]} tokens of the prompt.`, ...shapes),
-      legend(["blue", trace.silent_streams ? "one token of each stream that gets one" : "one token of each stream"], ["orange", "a chunk of the long prompt"], ...(p.short_prompt ? [["purple", "the short prompt"]] : []), ["red", "the streams' longest silence"]),
-      numbers([trace.ttft_us === null ? "never" : ms(trace.ttft_us), "first token of the long prompt", trace.starved ? "red" : ""], trace.silent_streams ? [`${trace.silent_streams} of ${p.decoders}`, "streams never get a token", "red"] : [p.decoders ? ms(trace.worst_gap_us) : "–", "a stream's longest silence"],
-        ...(p.short_prompt ? [[trace.short_ttft_us ? ms(trace.short_ttft_us) : "never", "first token of the short one"]] : []), [number(start_us.length), "steps"]),
+      legend(["blue", "a token of each stream"], ["orange", "the long prompt"], ...(p.short_prompt ? [["purple", "the short prompt"]] : []), ["red", "silence"], ["ink", "line: now"]),
+      numbers([waited(trace.ttft_us), "first token of the long prompt", starved ? "red" : ""], last && trace.silent_streams ? [`${trace.silent_streams} of ${p.decoders}`, "streams never get a token", "red"] : [quiet ? ms(quiet[1] - quiet[0]) : "–", "longest silence of a stream"],
+        ...(p.short_prompt ? [[waited(trace.short_ttft_us), "first token of the short one", starved ? "red" : ""]] : []), [number(index + 1), index ? "steps" : "step"]),
     ],
-    text: (starved ? `The ${p.decoders} streams use up all ${p.budget} tokens of every step. The prompt never starts, and never will.`
-      : `Step ${index} takes ${ms(ends[index] - start_us[index])}: ${count(decodes[index], "decode")}${!chunk[index] ? "" : start_us[index] >= first && trace.ttft_us !== null ? " and the newcomer's next token" : ` and ${count(chunk[index], "token")} of the long prompt`}${short_chunk[index] ? ` and ${number(short_chunk[index])} of the short one` : ""}.`)
+    text: (starved ? `The ${p.decoders} streams use all ${p.budget} tokens of every step, and the prompt never starts.`
+      : `Step ${index} takes ${ms(now - start_us[index])}: ${count(decodes[index], "decode")}${!chunk[index] ? "" : start_us[index] >= first ? " and the newcomer’s next token" : ` and ${count(chunk[index], "token")} of the long prompt`}${short_chunk[index] ? ` and ${number(short_chunk[index])} of the short one` : ""}.`)
       + (last && trace.silent_streams ? ` ${trace.silent_streams} of the streams get no token at all.` : ""),
   };
 }

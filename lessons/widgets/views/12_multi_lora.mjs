@@ -1,4 +1,4 @@
-// Above: which adapter lay in which slot, step by step. Below: this step's rows, and the segments that the kernels see.
+// The queue, with those that are passed over; the batch; the slots on the GPU and the adapters that are not in one; and every request: was its adapter there?
 
 export function steps(trace) {
   return trace.steps.length;
@@ -7,54 +7,68 @@ export function steps(trace) {
 const NONE = -1;
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, box, numbers, legend, number, count, color } = kit;
-  const { steps: all, params: p, ranks } = trace, step = all[index], name = (k) => (k === NONE ? "" : String.fromCharCode(65 + k));
+  const { svg, rect, text, line, box, key, numbers, legend, number, count, color } = kit;
+  const { steps: all, params: p, ranks, adapter_of: of } = trace, step = all[index], name = (k) => (k === NONE ? "" : String.fromCharCode(65 + k)), narrow = kit.width < 560;
   const arrived = (i) => all[i].slots.filter((who, slot) => who !== NONE && who !== all[i - 1]?.slots[slot]); // loaded in step i
-  const shapes = [], left = 46, slots = step.slots.length, high = 20, top = 20, px = (kit.width - left - 30) / all.length, bottom = top + slots * (high + 3);
+  const shapes = [], label = (y, words, css = "soft") => shapes.push(text(0, y, words, `small ${css}`)), last = index === all.length - 1;
 
-  shapes.push(text(0, 11, "slots, over time", "small soft"), text(kit.width, 11, "now", "small soft end"));
-  for (let slot = 0; slot < slots; slot++) {
-    const y = top + slot * (high + 3);
-    shapes.push(text(0, y + 14, `slot ${slot}`, "small soft"), rect(left, y, kit.width - left - 30, high, "free"));
-    for (let i = 0; i <= index; ) { // one bar as long as an adapter stays
-      const who = all[i].slots[slot];
-      let stop = i + 1;
-      while (stop <= index && all[stop].slots[slot] === who) stop += 1;
-      if (who !== NONE) {
-        const wide = (stop - i) * px;
-        shapes.push(rect(left + i * px, y, Math.max(0.8, wide - (wide > 4 ? 1 : 0)), high, `box ${color(who)}`, `adapter ${name(who)}, rank ${ranks[who]}`));
-        if (wide > 11) shapes.push(text(left + i * px + wide / 2, y + 14, name(who), "small middle"));
-        shapes.push(rect(left + i * px, y, Math.min(3, Math.max(1, px * 0.6)), high, "red", `adapter ${name(who)} is loaded`));
-      }
-      i = stop;
+  // The queue, its head on the left. Who is passed over keeps its place.
+  const pitch = narrow ? 20 : 25, room = Math.floor(kit.width / pitch) - 2, shown = step.queue.slice(0, room), passed = step.passed_over.filter((i) => shown.includes(i));
+  label(11, step.passed_over.length ? `the queue: ${count(step.passed_over.length, "request")} passed over, their adapters have no slot` : `the queue: ${step.queue.length} waiting, first come, first served`, step.passed_over.length ? "red" : "soft");
+  shown.forEach((i, place) => {
+    const skipped = passed.includes(i);
+    shapes.push(key(`request ${i}`, box(place * pitch, 18, pitch - 4, 22, name(of[i]), skipped ? "red" : color(of[i]), skipped ? `request ${i} is passed over: adapter ${name(of[i])} has no slot` : `request ${i} asks for adapter ${name(of[i])}`)));
+  });
+  if (step.queue.length > room) shapes.push(text(room * pitch + 2, 33, `+ ${step.queue.length - room}`, "small soft"));
+
+  // The batch, and the same rows as the kernels see them.
+  const batch_y = 66, cell = narrow ? 20 : 36, half = narrow ? 8 * cell + 12 : kit.width / 2;
+  label(batch_y - 7, `the batch, step ${index}`);
+  step.rows.forEach(([i, k], place) => shapes.push(key(`request ${i}`, box(place * cell, batch_y, cell - 4, 22, name(k), color(k), `request ${i}, adapter ${name(k)}`))));
+  shapes.push(text(half, batch_y - 7, narrow ? "for the kernels" : `for the kernels: ${count(step.tiles.length, "segment")}, each reads its adapter`, "small soft"));
+  const tile = narrow ? Math.min(18, (kit.width - half) / Math.max(8, step.rows.length)) : cell;
+  step.tiles.reduce((at, [k, n]) => (shapes.push(box(at, batch_y, n * tile - 3, 22, n > 1 && n * tile > 34 ? `${name(k)} × ${n}` : name(k), color(k))), at + n * tile), half);
+
+  // Slots on the GPU, and the adapters outside. An adapter moves from one row to the other.
+  const slot_y = 114, wide = kit.width / 8, now = arrived(index), out_y = slot_y + 46, outside = [...Array(p.adapters).keys()].filter((k) => !step.slots.includes(k)), small = kit.width / 16;
+  label(slot_y - 7, `${count(step.slots.length, "slot")} on the GPU${now.length ? `: ${now.map(name).join(", ")} ${now.length > 1 ? "have" : "has"} to be loaded` : ""}`, now.length ? "red" : "soft");
+  step.slots.forEach((k, slot) => {
+    shapes.push(rect(slot * wide, slot_y, wide - 4, 24, "free"));
+    if (k !== NONE) shapes.push(key(`adapter ${k}`, box(slot * wide + 2, slot_y + 2, wide - 8, 20, `${name(k)}${ranks[k] > 8 && !narrow ? ", rank 64" : ""}`, now.includes(k) ? "red" : color(k), `adapter ${name(k)}, rank ${ranks[k]}`)));
+  });
+  label(out_y - 5, "not in a slot");
+  outside.forEach((k, place) => shapes.push(key(`adapter ${k}`, box(place * small, out_y, Math.min(small - 4, 34), 20, name(k), "grey", `adapter ${name(k)}`))));
+
+  // All requests: was the adapter in a slot, or did it have to be loaded?
+  const hit_y = out_y + 52, bar = kit.width / trace.requests, began = new Map();
+  all.slice(0, index + 1).forEach(({ rows }, i) => {
+    const fresh = new Set(arrived(i));
+    for (const [r, k] of rows) {
+      if (began.has(r)) continue;
+      began.set(r, fresh.delete(k)); // the first one waits for the load, the others find it there
     }
-    const now = step.slots[slot];
-    shapes.push(box(kit.width - 24, y, 24, high, name(now), now === NONE ? "grey" : arrived(index).includes(now) ? "red" : color(now)));
-  }
-  shapes.push(text(left, bottom + 12, "step 0", "small soft"), text(kit.width - 30, bottom + 12, `step ${all.length - 1}`, "small soft end"));
+  });
+  const overtaken = new Set(all.slice(0, index + 1).flatMap(({ passed_over }) => passed_over));
+  label(hit_y - 14, narrow ? `the ${trace.requests} requests: was the adapter there?` : `the ${trace.requests} requests in the order in which they came: was their adapter in a slot?`);
+  of.forEach((k, r) => {
+    const x = r * bar, loaded = began.get(r);
+    shapes.push(rect(x, hit_y, bar - (narrow ? 1 : 2), 24, loaded === undefined ? "free" : loaded ? "red" : "green", `request ${r}, adapter ${name(k)}${loaded === undefined ? "" : loaded ? ": loaded" : ": in place"}`));
+    if (overtaken.has(r)) shapes.push(kit.path(`M${x + bar / 2 - 1} ${hit_y - 2}l-3 -6h6z`, "area red"));
+    if (!narrow) shapes.push(text(x + bar / 2 - 1, hit_y + 38, name(k), "small middle soft"));
+  });
 
-  const rows = bottom + 44, cell = Math.min(44, (kit.width - left) / Math.max(8, step.rows.length));
-  shapes.push(text(0, rows - 10, `step ${index}: the rows of the batch`, "small soft"));
-  step.rows.forEach(([, adapter], i) => shapes.push(box(left + i * cell, rows, cell - 4, 24, name(adapter), color(adapter), `adapter ${name(adapter)}`)));
-  const tiles = rows + 52;
-  shapes.push(text(0, tiles - 10, `and as the kernels see it: ${step.tiles.length} ${step.tiles.length === 1 ? "segment reads its adapter" : "segments read an adapter each"}`, "small soft"));
-  let at = left;
-  for (const [adapter, n] of step.tiles) {
-    shapes.push(box(at, tiles, n * cell - 4, 24, n > 1 || cell > 34 ? `${name(adapter)} × ${n}` : name(adapter), color(adapter)));
-    at += n * cell;
-  }
-  const loads = all.slice(0, index + 1).reduce((sum, _, i) => sum + arrived(i).length, 0), done = all.slice(0, index + 1).reduce((sum, { rows: batch }) => sum + batch.length, 0);
-  const mib = (kib) => (kib >= 1024 ? `${number(kib / 1024, kib % 1024 ? 1 : 0)} MiB` : `${number(kib)} KiB`), last = index === all.length - 1;
-  const loaded = arrived(index).map(name).join(", ");
+  const loads = all.slice(0, index + 1).reduce((sum, _, i) => sum + arrived(i).length, 0), done = began.size;
+  const mib = (kib) => (kib >= 1024 ? `${number(kib / 1024, kib % 1024 ? 1 : 0)} MiB` : `${number(kib)} KiB`), loaded = now.map(name).join(", ");
   const why = p.traffic === "round robin" && trace.loads === trace.requests ? `: ${p.adapters} adapters take turns in ${count(p.max_loras, "slot")}, and each is thrown out before its turn comes again`
     : 2 * trace.loads > trace.requests ? `: ${p.max_loras === 1 ? "1 slot is" : `${p.max_loras} slots are`} too few for what these requests ask for` : "";
   return {
     picture: [
-      svg(kit.width, tiles + 32, `Step ${index}: ${step.slots.map((k) => name(k) || "empty").join(" ")} in the slots, ${step.tiles.length} segments.`, ...shapes),
-      legend(["blue", "an adapter (letters tell them apart)"], ["red", "loaded in this step"], ["free", "empty"]),
-      numbers([number(loads), "loads so far", last && 2 * loads > trace.requests ? "red" : ""], [number(done / Math.max(1, loads), 1), "rows computed for each load"], [step.waiting, "waiting"], [mib(trace.reserved_kib), `reserved, ${mib(trace.slot_kib)} a slot`], [mib(trace.used_kib), "in use in the end", 2 * trace.used_kib < trace.reserved_kib ? "red" : ""]),
+      svg(kit.width, hit_y + (narrow ? 30 : 44), `Step ${index}: ${step.slots.map((k) => name(k) || "empty").join(" ")} in the slots, ${loads} loads so far, ${step.passed_over.length} requests passed over.`, ...shapes),
+      legend(["blue", "letter and colour: an adapter"], ["green", "in place"], ["red", "loaded; ▾ passed over"], ["grey", "not in a slot"]),
+      numbers([number(loads), "loads so far", 2 * loads > done && loads > p.max_loras ? "red" : ""], [`${number(done - loads)} of ${number(done)}`, "found their adapter in place", 2 * loads > done && loads > p.max_loras ? "red" : ""], [overtaken.size, "were passed over", overtaken.size ? "red" : ""],
+        [mib(trace.reserved_kib), "reserved for the slots", 2 * trace.used_kib < trace.reserved_kib ? "red" : ""]),
     ],
-    text: `Step ${index}: ${loaded ? `adapter${arrived(index).length > 1 ? "s" : ""} ${loaded} ${arrived(index).length > 1 ? "have" : "has"} to be loaded first` : "every adapter is there"}${step.passed_over.length ? `, and ${count(step.passed_over.length, "request")} ${step.passed_over.length === 1 ? "is" : "are"} passed over until a slot is free` : ""}.`
+    text: `Step ${index}: ${loaded ? `adapter${now.length > 1 ? "s" : ""} ${loaded} ${now.length > 1 ? "have" : "has"} to be loaded first` : "every adapter is there"}${step.passed_over.length ? `, and ${count(step.passed_over.length, "request")} ${step.passed_over.length === 1 ? "is" : "are"} passed over until a slot is free` : ""}.`
       + (last ? ` In all ${count(trace.loads, "load")} for ${trace.requests} requests${why}.` : ""),
   };
 }
