@@ -1,6 +1,7 @@
 // What is wrong with the layout of the page's widget, as a list of sentences; test_site.py runs this in the browser.
 () => {
   const found = [];
+  for (const motion of document.getAnimations()) motion.finish(); // where things glide to, not where they are on their way
   const visible = (node) => node.getBoundingClientRect().width > 0;
   const all = (selector) => [...document.querySelectorAll(selector)].filter(visible);
 

@@ -393,7 +393,7 @@ def drive(page, name: str) -> None:
         page.locator("#widget").get_by_label("Step back").press("Enter")
         before = state(page)
         assert before["index"] == broken["steps"] - 2
-        page.wait_for_function("location.hash.includes('at=')")
+        page.wait_for_function(f"location.hash.endsWith('at={before['index']}')")
         url = page.url
         page.locator("#widget").get_by_label("Step", exact=True).first.press("Enter")
         assert state(page) == broken

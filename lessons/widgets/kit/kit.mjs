@@ -36,7 +36,8 @@ function read_hash(spec, hash) {
 function write_hash(spec, params, index, last) {
   const given = new URLSearchParams();
   for (const { name } of spec.controls) if (params[name] !== spec.default[name]) given.set(name, params[name]);
-  if (index < last) given.set("at", index);
+  const opens = spec.at !== undefined && given.size === 0; // a page without a hash opens on step `at`
+  if (opens ? index !== spec.at : index < last) given.set("at", index);
   return given.size ? `#widget?${given}` : "";
 }
 
