@@ -95,6 +95,7 @@ def simulate(params: dict) -> dict:
     if state.greedy:
         draws = [int(adjusted.argmax())] * NUM_DRAWS
     return {
+        "temperature": params["temperature"],
         "words": WORDS,
         "prompt": PROMPT,
         "output": OUTPUT,

@@ -7,6 +7,7 @@ import common  # first: it settles the device before torch is used
 import argparse
 import contextlib
 import functools
+import itertools
 import random
 import re
 import time
@@ -79,8 +80,11 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
             "multiply_us": multiply, "bound": "arithmetic" if multiply > read else "memory",
             "parts_us": parts, "total_us": total, "tokens_per_second": B * 1e6 / total, "share_of_floor": floor / total,
         })  # fmt: skip
+    gains = [0, *(before["total_us"] / after["total_us"] for before, after in itertools.pairwise(stages))]
     return {
         "params": params,
+        "gain": stages[0]["total_us"] / stages[-1]["total_us"],
+        "best": stages[gains.index(max(gains))]["name"],
         "layers": layers,
         "overhead_us": microseconds(overhead),
         "kv_bytes": kv_bytes,

@@ -224,6 +224,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("04c_speed.mjs", "Math.max(multiply(packed_rate), read)", "multiply(packed_rate)"),
         ("04c_speed.mjs", "weight_bytes * WEIGHTS", "4 * WEIGHTS"),
         ("04c_speed.mjs", "multiply_us > read", "multiply_us > 2 * read"),
+        ("04c_speed.mjs", "stages[i - 1].total_us / total_us", "stages[i - 1].total_us - total_us"),
         (TEXT, "(tie_to_even(exact) ? exact", "(true ? exact"),
     ],
     "05_optimizations": [

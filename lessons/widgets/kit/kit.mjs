@@ -122,13 +122,17 @@ function mount(host) {
     node: html("button", { type: "button", class: preset.name === "Break it" ? "break" : null, onclick: () => update({ ...start, ...preset.params }) }, preset.name),
   }));
 
+  /** What a drag in the picture does. */
+  const set = (field, value) => { if (params[field] !== value) update({ ...params, [field]: value }); };
+
   /** Draws a step. What is under the picture stays where it is: a box keeps the height that a step of this run once needed. */
   function show(at) {
-    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params, before, field: bar.field });
-    const typing = picture.contains(document.activeElement) ? document.activeElement : null;
+    const typing = picture.contains(document.activeElement) ? document.activeElement : null, caret = typing?.selectionStart;
+    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params, before, field: bar.field, set });
     says.setAttribute("aria-live", steps_bar.playing() ? "off" : "polite");
     picture.replaceChildren(...[drawn.picture].flat());
-    typing?.focus({ preventScroll: true }); // a field that stands in the picture is put back into it, and would lose the focus
+    typing?.focus({ preventScroll: true }); // a field that stands in the picture is put back into it, and would lose focus and caret
+    if (Number.isInteger(caret)) typing.setSelectionRange(caret, caret);
     says.textContent = drawn.text;
     for (const box of [picture, says]) box.style.minHeight = `${Math.ceil(box.getBoundingClientRect().height)}px`;
     return drawn;

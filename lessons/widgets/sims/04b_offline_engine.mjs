@@ -82,7 +82,7 @@ export function simulate({ temperature, top_k, top_p, min_p, penalty, seed }) {
   }));
   const u = uniforms(seed, NUM_DRAWS);
   return {
-    words: WORDS, prompt: PROMPT, output: OUTPUT, model: distribution(LOGITS, 1, {}), logits, stages,
+    temperature, words: WORDS, prompt: PROMPT, output: OUTPUT, model: distribution(LOGITS, 1, {}), logits, stages,
     left: stages.at(-1).kept.length, u, draws: u.map((x) => draw_token(stages.at(-1).probs, x)),
   };
 }

@@ -1,5 +1,5 @@
 // A decode step of SmolLM2 by arithmetic, from the naive batch to the final one: the twin of `simulate` in
-// vllm/tours/04c_speed.py. Python counts the operations as torch runs them; here stands what it has counted.
+// lessons/numbers/04c_speed.py. Python counts the operations as torch runs them; here stands what it has counted.
 import { fixed, sum } from "./lib/text.mjs";
 
 const MACHINES = { // FLOP/s with packed weights, FLOP/s without, bytes/s, seconds until an operation has begun
@@ -46,8 +46,11 @@ export function simulate(params) {
       tokens_per_second: (batch * 1e6) / total_us, share_of_floor: floor / total_us,
     };
   });
+  const gains = stages.map(({ total_us }, i) => (i > 0 ? stages[i - 1].total_us / total_us : 0));
+  const gain = stages[0].total_us / stages.at(-1).total_us;
   return {
-    params, layers: LAYERS, overhead_us: microseconds(overhead), kv_bytes, read_bytes, read_us: read, floor_us: floor,
+    params, gain, best: stages[gains.indexOf(Math.max(...gains))].name,
+    layers: LAYERS, overhead_us: microseconds(overhead), kv_bytes, read_bytes, read_us: read, floor_us: floor,
     stages,
   };
 }

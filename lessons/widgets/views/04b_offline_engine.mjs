@@ -1,5 +1,5 @@
-// Above: each word's probability on a logarithmic scale, where all three cuts are the same thing, a line below which
-// words fall. Below: the same words as pieces of the line [0, 1), station by station, and where the draws land on it.
+// Above: each word's probability on a logarithmic scale, where a cut is a line below which words fall; min_p's can be dragged.
+// Below: the same words as pieces of the line [0, 1), and the draws that land on it.
 
 const MODEL = 0, FIRST = 1; // steps: the model's own row, its stations, then the draws
 const DECADES = 4; // from 100 % down to 0.01 %; what is less lies on the ground
@@ -9,7 +9,8 @@ export function steps(trace) {
 }
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, path, circle, html, numbers, legend, color, count, params: p } = kit;
+  const { svg, rect, text, line, path, circle, key, html, numbers, legend, count, params: p } = kit;
+  const color = (i) => (i > 5 ? "red" : kit.color(i)); // the last two words are nonsense
   const { words, draws, u } = trace, narrow = kit.width < 480, greedy = p.temperature === 0;
   const rows = [{ stage: "model", probs: trace.model, kept: words.map((_, i) => i) }, ...trace.stages];
   const at = Math.min(index, rows.length - 1), now = rows[at], before = rows[Math.max(0, at - 1)];
@@ -20,7 +21,7 @@ export function draw(trace, index, kit) {
   const best = (probs) => probs.indexOf(Math.max(...probs));
 
   // The columns. A word that is cut keeps the height at which it was.
-  const left = 50, cell = (kit.width - left) / words.length, high = 140, top = 38, base = top + high;
+  const left = 50, cell = (kit.width - left) / words.length, high = 116, top = 34, base = top + high;
   const height = (x) => Math.max(1, high * (1 + Math.log10(x) / DECADES));
   for (const [exponent, name] of [[0, "100 %"], [1, "10 %"], [2, "1 %"], [3, "0.1 %"]]) {
     const y = top + (high * exponent) / DECADES;
@@ -33,7 +34,7 @@ export function draw(trace, index, kit) {
     const cut = rows.findIndex(({ kept }, row) => row <= at && !kept.includes(i));
     const share = cut < 0 ? now.probs[i] : rows[cut - 1].probs[i], y = base - height(share);
     const by = cut < 0 ? null : rows[cut].stage === "temperature" ? "not best" : rows[cut].stage;
-    shapes.push(rect(x, y, w, height(share), by ? "hatch grey" : `box ${color(i)}`, `${word}: ${percent(share)} %${by ? `, then cut (${by})` : ""}`));
+    shapes.push(key(`word ${i}`, rect(x, y, w, height(share), by ? "hatch grey" : `box ${color(i)}`, `${word}: ${percent(share)} %${by ? `, then cut (${by})` : ""}`)));
     const was = base - height(before.probs[i] || share);
     if (!by && !drawn && Math.abs(was - y) > 1) ghosts.push(line(x - 2, was, x + w + 2, was, "ink dashed"));
     const over = by && height(share) > 24 ? y + 16 : y - 5; // what cut it stands inside
@@ -68,39 +69,36 @@ export function draw(trace, index, kit) {
   }[now.stage];
   shapes.push(text(0, 13, drawn ? "What the draws are made from" : greedy && now.stage in on ? `${now.stage} is not asked: temperature 0 is greedy` : heading, "bold"));
 
-  // The same as pieces of [0, 1): what the cuts leave is made to fill the whole line again.
-  const start = 80, wide = kit.width - start, first = base + (narrow ? 92 : 80), pitch = 31, thick = 18;
-  const edges = ({ probs }) => probs.reduce((ends, x) => [...ends, ends.at(-1) + x], [0]).map((x) => start + x * wide);
-  shapes.push(text(0, first - 11, "The line [0, 1)", "bold"));
-  rows.forEach((row, i) => {
-    const y = first + i * pitch, ends = edges(row), here = i === at && !drawn;
-    shapes.push(text(start - 8, y + 13, row.stage === "model" ? "the model" : row.stage, `small end ${here ? "bold" : "soft"}`));
-    if (i > at) return shapes.push(rect(start, y, wide, thick, "free"));
-    words.forEach((word, token) => {
-      const [a, b] = ends.slice(token, token + 2);
-      if (i > 0) {
-        const [c, d] = edges(rows[i - 1]).slice(token, token + 2);
-        const band = [[c, y - pitch + thick], [d, y - pitch + thick], [b, y], [a, y]].map(([x, level]) => `${x.toFixed(1)} ${level}`).join("L");
-        shapes.push(path(`M${band}Z`, `area faint ${color(token)}`));
-      }
-      if (!row.kept.includes(token)) return;
-      shapes.push(rect(a, y, b - a, thick, `box ${color(token)}`, `${word}: ${percent(row.probs[token])} %`));
-      if (b - a > 7 * word.length + 8) shapes.push(text((a + b) / 2, y + 13, word, "small middle"));
-    });
-  });
+  // The handle of min_p's line: dragged up and down, it takes the nearest of the values that the control has.
+  if (!greedy && at >= 3) {
+    const most = Math.max(...rows[3].probs), handle = on.min_p ? base - height((p.min_p * most * Math.max(...now.probs)) / most) : base - 4;
+    const drag = (event) => {
+      if (!event.buttons || !kit.set) return;
+      const box = event.currentTarget.ownerSVGElement.getBoundingClientRect(), share = 10 ** ((DECADES * (base - (event.clientY - box.top) - high)) / high) / Math.max(...now.probs);
+      kit.set("min_p", [0.5, 0.2, 0.05].find((value) => share > value * 0.55) ?? 0);
+    };
+    shapes.push(key("handle", circle(kit.width - 6, handle, 6, "accent")), text(kit.width - 16, handle - 5, "drag", "small soft end halo"));
+    shapes.push(kit.shape("rect", { x: left, y: top - 8, width: kit.width - left, height: high + 8, class: "drag", onpointerdown: drag, onpointermove: drag }));
+  }
 
-  // The draws: one below the other, each under the piece that it fell on.
-  const floor = first + (rows.length - 1) * pitch + thick, gap = 8.5;
-  shapes.push(text(start - 8, floor + 18, `${draws.length} draws`, `small end ${drawn ? "bold" : "soft"}`));
-  draws.slice(0, drawn).forEach((token, i) => {
-    const x = start + u[i] * wide, y = floor + 14 + i * gap, newest = i === drawn - 1;
-    if (newest) shapes.push(path(`M${x.toFixed(1)} ${y - 4}V${floor + 2}`, "ink arrow"));
-    shapes.push(circle(x, y, newest ? 5 : 3.5, color(token)));
-    if (newest) shapes.push(text(x + (u[i] > 0.7 ? -9 : 9), y + 4, `u = ${u[i].toFixed(3)}`, `small halo${u[i] > 0.7 ? " end" : ""}`));
+  // The same as pieces of [0, 1): what the cuts leave is made to fill the whole line again.
+  const first = base + (narrow ? 88 : 76), thick = 20;
+  const ends = now.probs.reduce((all, x) => [...all, all.at(-1) + x], [0]);
+  shapes.push(text(0, first - 7, "the words on the line [0, 1), and where the draws fall", "small soft"), rect(0, first, kit.width, thick, "free"));
+  words.forEach((word, token) => {
+    if (!now.kept.includes(token)) return;
+    const [x, wide] = [ends[token] * kit.width, now.probs[token] * kit.width];
+    shapes.push(key(`piece ${token}`, rect(x, first, wide, thick, `box ${color(token)}`, `${word}: ${percent(now.probs[token])} %`)));
+    if (wide > 7 * word.length + 8) shapes.push(text(x + wide / 2, first + 14, word, "small middle"));
   });
+  draws.forEach((token, i) => {
+    const x = u[i] * kit.width, y = first + thick + 9 + (i % 4) * 9;
+    if (i < drawn) shapes.push(key(`draw ${i}`, circle(x, y, i === drawn - 1 ? 5.5 : 4, color(token))));
+  });
+  const floor = first + thick + 44;
 
   const lost = before.kept.filter((i) => !now.kept.includes(i)), [top_now, top_before] = [best(now.probs), best(before.probs)];
-  const told = lost.length ? `${names(lost)} ${lost.length > 1 ? "lie" : "lies"} below it and ${lost.length > 1 ? "are" : "is"} cut; with ${lost.length > 1 ? "them" : "it"} ${percent(total(before.probs, lost))} % of the line, which the others now share.` : "Nobody lies below it.";
+  const told = lost.length ? `${names(lost)} ${lost.length > 1 ? "are" : "is"} cut, and ${percent(total(before.probs, lost))} % of the line with ${lost.length > 1 ? "them" : "it"}.` : "Nobody lies below it.";
   const repeated = { "none": "No penalty: what was said makes no difference.",
     "repetition 1.5": "“the”, “sea” and “moon” were in the prompt or said: their logits are divided by 1.5.",
     "presence 1": "“the” and “moon” were said: each loses 1 from its logit. “sea” was only in the prompt.",
@@ -115,16 +113,15 @@ export function draw(trace, index, kit) {
     top_p: () => `From the best downwards until ${percent(p.top_p)} % of the line are held. ${told}`,
   };
   const skipped = now.stage in on && (greedy || !on[now.stage]);
-  const [token, last] = [draws[drawn - 1], index === steps(trace) - 1], ends = edges(now).map((x) => (x - start) / wide);
+  const [token, last] = [draws[drawn - 1], index === steps(trace) - 1], tail = [6, 7].filter((i) => now.kept.includes(i)), odd = draws.slice(0, drawn).filter((i) => i > 5).length;
   const landed = () => `Draw ${drawn}: u = ${u[drawn - 1].toFixed(3)} falls on ${quoted(token)}, which has ${ends[token].toFixed(3)} to ${ends[token + 1].toFixed(3)}.`
-    + (last ? " Another setting moves the pieces, and never the twelve numbers: they depend on the seed alone." : "");
-  const tail = [6, 7].filter((i) => now.kept.includes(i));
+    + (last ? " Another setting moves the pieces, never the numbers." : "");
   return {
     picture: [
-      svg(kit.width, floor + 20 + draws.length * gap, `${drawn ? `Draw ${drawn}` : heading}: ${now.kept.map((i) => `${words[i]} ${percent(now.probs[i])} %`).join(", ")}.`, ...shapes),
-      legend(["grey hatched", "cut, at its last height"], ["accent", "the line of a cut"], ["ink", "the height before this station"]),
+      svg(kit.width, floor, `${drawn ? `Draw ${drawn}` : heading}: ${now.kept.map((i) => `${words[i]} ${percent(now.probs[i])} %`).join(", ")}.`, ...shapes),
+      legend(["blue", "a word (each its colour)"], ["grey hatched", "cut"], ["red", "nonsense"], ["accent", "the line of a cut"], ["ink", "before this station"]),
+      numbers([`${now.kept.length} of ${words.length}`, "words are left"], [`${percent(now.probs[top_now])} %`, `has the best, ${quoted(top_now)}`], [tail.length ? `${percent(total(now.probs, tail))} %` : "0 %", "have “xylophone” and “zzz”", tail.length ? "red" : ""], [odd, "nonsense drawn", odd ? "red" : ""]),
       html("p", { class: "written" }, html("span", {}, "drawn: "), draws.slice(0, drawn).map((i) => words[i]).join(" ") || "nothing yet"),
-      numbers([`${now.kept.length} of ${words.length}`, "words are left"], [`${percent(now.probs[top_now])} %`, `has the best, ${quoted(top_now)}`], [tail.length ? `${percent(total(now.probs, tail))} %` : "0 %", "have “xylophone” and “zzz” together"]),
     ],
     text: drawn ? (greedy ? `Word ${drawn}: greedy, so u does not matter. ${quoted(token)} again, as often as you ask.` : landed())
       : skipped ? `${now.stage} is ${greedy ? "not asked" : "off"}: the line stays as it is.` : says[now.stage](),

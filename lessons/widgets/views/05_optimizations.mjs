@@ -52,7 +52,7 @@ export function draw(trace, index, kit) {
   const queue = done ? done.free_queue : [], chip = 25, fits = Math.floor((kit.width - 38) / chip), long = queue.length > fits, tail = Math.floor((fits - 1) / 2);
   const named = long ? [...queue.slice(0, fits - 1 - tail), null, ...queue.slice(queue.length - tail)] : queue;
   const chips = named.map((one, i) => one === null ? text(38 + i * chip + 11, 14, "…", "small middle") : key(`free ${one[0]}`, box(38 + i * chip, 0, chip - 2, 19, one[0], one[1] ? "green" : "grey")));
-  rows.push(svg(kit.width, 24, `The free queue: ${queue.length} blocks.`, text(0, 14, "free:", "small soft"), ...chips));
+  rows.push(svg(kit.width, 28, `The free queue: ${queue.length} blocks.`, kit.group(0, 5, text(0, 14, "free:", "small soft"), ...chips)));
 
   const so_far = trace.sends.slice(0, current + 1), sum = (of) => number(so_far.reduce((total, one) => total + of(one), 0));
   const wrong = so_far.reduce((total, one) => total + one.blocks.filter((block) => block.wrong).length, 0), last = index === steps(trace) - 1;
