@@ -91,9 +91,9 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Equal requests, one every `arrival_gap` steps, at a pool of `pool_blocks` usable blocks: every step.
 
     params: integers within WIDGET_CHOICES; policy "recompute" or "swap"; prefix_caching true or false. `victim` is the
-    request that was preempted most often, the last one if none was; `computed` are positions, with the step's own. Times are
-    integers: µs of recomputing at `prefill_tok_s`, µs of copying Llama-3.1-8B's blocks at `link_gb_s` one way.
-    Raises InputError naming the field.
+    request that was preempted most often, the last one if none was; `computed` are positions, with the step's own.
+    Times are integers: µs of recomputing at `prefill_tok_s`, µs of copying Llama-3.1-8B's blocks at `link_gb_s` one
+    way. Raises InputError naming the field.
     """
     p = checked(params, WIDGET_CHOICES)
     length = p["prompt"] + p["output"]

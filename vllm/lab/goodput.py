@@ -945,7 +945,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         requests.append({
             "arrival": job.arrival, "prompt": job.prompt, "output": job.output, "gpus": [*job.path], "prefill": [a, b],
             "transfer": list(job.transfer), "first": job.first, "last": job.last, "gap": job.gap,
-            "parts": [a - job.arrival, b - a, arrived - b, job.first - arrived], "tpot": -(-writing // (job.output - 1)),
+            "parts": [a - job.arrival, b - a, arrived - b, job.first - arrived],
+            "tpot": -(-writing // (job.output - 1)),
             "met": ttft <= 1000 * ttft_ms and writing <= 1000 * tpot_ms * (job.output - 1),
         })  # fmt: skip
     longest = max(prompt for prompt, _ in MIXES[p["mix"]])
