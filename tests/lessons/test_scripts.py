@@ -18,19 +18,46 @@ import on_gpu
 from engine import registry
 from engine.model import folders, loader
 from lab import cli, figures
-from support import modules
+from support import modules, scripts
 from support.documents import LESSONS, TOLD
 from support.processes import together
-from support.scripts import execute, get, output_of, run, script_job, within
+from support.scripts import YARDSTICK_SECONDS, Done, execute, get, output_of, run, script_job, within
+from support.tiers import ALONE
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
 HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 
 by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
-by_story = pytest.mark.parametrize(
-    "lesson", [pytest.param(p.stem, marks=[] if p in TOLD else pytest.mark.slow) for p in LESSONS]
-)
+by_story = pytest.mark.parametrize("lesson", [pytest.param(p.stem, marks=[] if p in TOLD else ALONE) for p in LESSONS])
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@by_lesson
+def test_default_run_takes_at_most_twenty_seconds(lesson, monkeypatch):
+    """Alone on the machine. What the story says meanwhile is what the other tests of the slow tier read."""
+    if common.HAS_GPU:
+        pytest.skip("the limit is for two CPU cores; a GPU's first run compiles kernels")
+    # With threads that sleep while they wait, then as a reader starts it, with threads that spin: these are faster on
+    # two free cores, but take twice as long as the others while something else keeps one of them busy.
+    for policy in ("PASSIVE", None):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if policy:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        seconds = scripts.run_now(script_job(lesson)).seconds
+        if within(seconds, 20):
+            return
+    pytest.fail(f"took {seconds:.0f} s")
+
+
+@pytest.mark.parametrize("slower", [0.8, 1, 2])
+def test_a_slower_machine_gets_more_time_in_proportion(slower, monkeypatch):
+    def measured(command):
+        return Done(0, "", "", slower * YARDSTICK_SECONDS, 0.0, {}, {})
+
+    monkeypatch.setattr(scripts, "execute", measured)
+    assert within(20, 20) and within(19.9 * slower, 20) and not within(20.1 * max(1, slower), 20)
 
 
 @by_story
@@ -134,8 +161,10 @@ def test_every_script_has_its_parts_named():
 
 def test_who_looks_at_what_a_script_prints_is_in_one_process():
     default, quoted = "tests/lessons/test_scripts.py::test_default_run[", "tests/site/test_docs.py::test_quoted_output["
-    assert together(f"{default}01_kv_cache]") == together(f"{quoted}01_kv_cache.md]") == "01_kv_cache"
+    assert together(f"{default}01_kv_cache]") == together(f"{quoted}01_kv_cache.md]") == "01_kv_cache's story"
     assert together(f"{default}05_optimizations]") != together(f"{quoted}05b_quantization.md]")
+    timed = "tests/lessons/test_scripts.py::test_default_run_takes_at_most_twenty_seconds["
+    assert together(f"{timed}01_kv_cache]") == together(f"{default}01_kv_cache]")
     file = "tests/lessons/test_12_multi_lora.py"
     assert together(f"{file}::test_two[5-3]") == together(f"{file}::test_three") == file
 

@@ -22,6 +22,7 @@ from lab.bench import add_bench_commands
 from support import documents
 from support.documents import LESSONS, PAGES, TOLD
 from support.scripts import output_of
+from support.tiers import ALONE
 
 sys.path.insert(0, str(common.ROOT / "lessons"))
 import graph
@@ -68,7 +69,7 @@ def test_excerpts_are_literal(page):
 
 
 @pytest.mark.parametrize("page", [
-    pytest.param(page, marks=[] if documents.script_of(page) in TOLD else pytest.mark.slow, id=page.name)
+    pytest.param(page, marks=[] if documents.script_of(page) in TOLD else ALONE, id=page.name)
     for page in LESSON_PAGES
 ])  # fmt: skip
 def test_quoted_output(page):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+ALONE = [pytest.mark.slow, pytest.mark.alone]
+
 
 def and_slowly(fast, slow):
     """Some, and in the slow tier those as well."""
