@@ -52,6 +52,9 @@ FILES = {
     "lessons/test_09_gqa": "",
     "lab/test_hybrid_kv_cache": "",
     "lessons/test_10_chunked_prefill": "not in_chunks and not as_many_chunks",
+    "lessons/test_11_preemption": "kernel or swap_blocks",
+    "lessons/test_08_disagg": "kernel or hand_over or blocks_to_wire",
+    "engine/sampling/guided/test_guided": "kernel",
     "lessons/test_12_multi_lora": "not small_pool and not thousand",
 }
 

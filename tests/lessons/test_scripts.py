@@ -22,7 +22,7 @@ from support import modules, scripts
 from support.documents import LESSONS, TOLD
 from support.processes import together
 from support.scripts import YARDSTICK_SECONDS, Done, execute, get, output_of, run, script_job, within
-from support.tiers import ALONE
+from support.tiers import ALONE, and_slowly
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
 HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`
@@ -256,7 +256,7 @@ def bare_model(another_model, tmp_path_factory):
 
 
 def bare_arguments(lesson, folder):
-    return () if lesson in SHIPPED else ("--model", folder, *SIZES.get(lesson, ()))
+    return () if lesson in SHIPPED else ("--model", folder, "--seed", "3", *SIZES.get(lesson, ()))
 
 
 @pytest.mark.parametrize(
@@ -334,8 +334,12 @@ def another_job(lesson, folder):
     return script_job(lesson, "--model", folder, "--seed", "3", *SIZES.get(lesson, ()))
 
 
-@pytest.mark.slow
-@by_lesson
+# Whose stories launch no kernel do with Triton what they do without it, above, on a model of the same sizes.
+LAUNCH = [p.stem for p in LESSONS if re.search(r"@common\.kernel|use_kernels", p.read_text()) and p.stem not in SHIPPED]
+OTHERS = [path.stem for path in LESSONS if path.stem not in LAUNCH]
+
+
+@pytest.mark.parametrize("lesson", and_slowly([], [(stem,) for stem in LAUNCH], [(stem,) for stem in OTHERS]))
 def test_another_model(lesson, another_model):
     done = get(another_job(lesson, another_model))
     if lesson in SHIPPED:
