@@ -4,8 +4,8 @@
 
 `support/launches.py` calls each wrapper on meta tensors; what it would launch is recorded and handed
 to Triton's compiler exactly as a launch there would (specialised on strides, alignment and constants).
-Fast is one launch of each kernel. Slow is every launch where it is hardest to fit: in bf16 on the GPUs whose tensor
-cores ask for most, in fp32 on those with least shared memory, and the largest of each kernel in the rest. Long is all.
+Fast is one launch of each kernel. Slow is every launch in bf16 on Hopper and on AMD's, in fp32 on AMD's, where shared
+memory is least; and of each kernel the largest for the rest. Long is every launch for every GPU.
 Prints one JSON list: lesson, kernel, target, dtype, registers, spills, shared memory, tensor-core instructions.
 """
 
@@ -44,7 +44,8 @@ TIERS: dict[str, list[tuple[torch.dtype, list[str], str]]] = {
     "fast": [(torch.bfloat16, ["sm_90", "gfx942"], "first")],
     "slow": [
         (torch.bfloat16, ["sm_90", "gfx942"], "all"),
-        (torch.float32, ["sm_80", "gfx942"], "all"),
+        (torch.float32, ["gfx942"], "all"),
+        (torch.float32, ["sm_80"], "last"),
         (torch.bfloat16, ["sm_80", "sm_100"], "last"),
         (torch.float16, ["sm_90"], "last"),  # as wide as bfloat16, and no harder
     ],
