@@ -15,7 +15,10 @@ from support import scripts
 TESTS = common.ROOT / "tests"
 PATH = f"import sys; sys.path[0] = {str(TESTS)!r}\n"
 # Kernels that are launched nowhere under the pretence, and why.
-ELSEWHERE = {}
+ELSEWHERE = {
+    "engine/attention/hopper.py warp_specialized_attention_kernel": "in Gluon, which has no interpreter",
+    "engine/quantization/int4_hopper.py int4_kernel": "in Gluon, which has no interpreter",
+}
 
 pytestmark = [
     pytest.mark.skipif(common.HAS_GPU, reason="there is one: the tests themselves run on it"),
