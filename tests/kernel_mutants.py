@@ -1,6 +1,6 @@
 """Break every kernel on purpose, one small change at a time, and see whether its lesson's own tests notice.
 
-    python tests/kernel_mutants.py                       # of each kernel one change of each class of faults
+    python tests/kernel_mutants.py                       # of each file's kernels one change of each class of faults
     python tests/kernel_mutants.py --all                 # every change of every kernel: about an hour
     python tests/kernel_mutants.py --all 02 09_gqa:mla   # of some lessons, or of one kernel
     python tests/kernel_mutants.py --seed 1              # others of each class
@@ -9,11 +9,12 @@ A mutant is one change to the text of a `@common.kernel` or `@triton.jit` functi
 comparison off by one, a rescale forgotten, an indirection skipped, a loop one tile short, a cast, an update or a store
 deleted. It takes the kernel's place in a forked child, which runs the lesson's fast tests that launch the kernel,
 quickest first, until one fails. A failure, a crash (the guard pages of `conftest.py`) and a hang all kill it; the
-unchanged text, put in place in the same way, has to live.
+unchanged text, put in place in the same way, has to live. Where not all changes are made, three cases of each test run
+first, and the others of those that launch the kernel only against what these let live.
 
 What lives otherwise is a hole in the tests, unless no test can see it because it computes the same. Such mutants stand
-in `equivalent_mutants.txt`, each with the reason; one of them that dies does not belong there. The exit code is 1 if
-there is either. Only in Triton's interpreter: a GPU does not survive a fork.
+in `equivalent_mutants.txt`, each with the reason; with `--all`, one of them that dies does not belong there. The exit
+code is 1 if there is either. Only in Triton's interpreter: a GPU does not survive a fork.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -288,29 +289,38 @@ class Campaign:
         self.chosen, self.every, self.seed = chosen, every, seed
         self.wrong: list[str] = []
 
-    def some_of(self, found: list[Mutant], kernel: str) -> list[Mutant]:
-        """All changes of a kernel, or one of each class of faults, drawn by the seed."""
+    def some_of(self, known: Container) -> dict[tuple[str, str], list[Mutant]]:
+        """By kernel: all its changes; or of each file, of each class of faults, the change of one of its kernels."""
         if self.every:
-            return found
-        drawn = random.Random(f"{self.seed}{kernel}").sample(found, len(found))
-        return list({mutant.kind: mutant for mutant in drawn}.values())
+            return {key: mutants(*key) for key in self.chosen}
+        some: dict[tuple[str, str], list[Mutant]] = {key: [] for key in self.chosen}
+        for file in {lesson for lesson, _ in self.chosen}:
+            found = [m for key in self.chosen if key[0] == file for m in mutants(*key) if m.key not in known]
+            drawn = random.Random(f"{self.seed}{file}").sample(found, len(found))
+            for kind in sorted({mutant.kind for mutant in drawn}):  # of the kernel that has had the fewest so far
+                mutant = min((m for m in drawn if m.kind == kind), key=lambda m: len(some[m.lesson, m.kernel]))
+                some[mutant.lesson, mutant.kernel].append(mutant)
+            for key in self.chosen:  # and each kernel has one
+                if key[0] == file and not some[key]:
+                    some[key] += [m for m in drawn if (m.lesson, m.kernel) == key][:1]
+        return some
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """For each kernel: which tests launch it, do they pass without a change, and what do they let live?"""
         items = [item for item in session.items if may_launch(item)]
-        status, told = in_a_child(lambda tell: watch(items, tell))
-        assert status == 0, f"{items[len(told)].nodeid} fails without a change"
+        first = items if self.every else [item for cases in by_test(items).values() for item in few_of(cases)]
+        status, told = in_a_child(lambda tell: watch(first, tell))
+        assert status == 0, f"{first[len(told)].nodeid} fails without a change"
         known = equivalent()
-        for lesson, kernel in self.chosen:
-            wanted = launched_for(lesson, kernel)
-            costs = {i: seconds for i, (seconds, launched) in zip(items, told) if wanted & set(map(tuple, launched))}
-            found, kills = mutants(lesson, kernel), Counter()
+        for (lesson, kernel), found in self.some_of(known).items():
+            wanted, kills = launched_for(lesson, kernel), Counter()
+            costs = {i: seconds for i, (seconds, launched) in zip(first, told) if wanted & set(map(tuple, launched))}
             unchanged = Mutant(lesson, kernel, "", "", text_of(lesson, kernel), "")
             quick = {item: costs[item] for item in sorted(costs, key=costs.get)[:3]}
             assert (fate := run(unchanged, quick, kills)) == "lives", f"{kernel} {fate} without a change"
-            found = self.some_of(found, kernel)
+            others = [item for test in by_test(costs) for item in by_test(items)[test] if item not in costs]
             start = time.perf_counter()
-            fates = {mutant: run(mutant, costs, kills) for mutant in found}
+            fates = {mutant: run(mutant, costs, kills, others) for mutant in found}
             listed = sum(mutant.key in known for mutant in found)
             for mutant, fate in fates.items():
                 if (fate == "lives") != (mutant.key in known):
@@ -320,6 +330,19 @@ class Campaign:
                   f"{sum(f == 'lives' for f in fates.values()):3} live {time.perf_counter() - start:5.0f} s",
                   flush=True)  # fmt: skip
         return True
+
+
+def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test."""
+    found = defaultdict(list)
+    for item in items:
+        found[item.nodeid.partition("[")[0]].append(item)
+    return found
+
+
+def few_of(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The first, the last, and one between."""
+    return [cases[i] for i in sorted({0, len(cases) // 2, len(cases) - 1})]
 
 
 def watch(items: list[pytest.Item], tell: Callable) -> int:
@@ -341,15 +364,16 @@ def watch(items: list[pytest.Item], tell: Callable) -> int:
     return 0
 
 
-def run(mutant: Mutant, costs: dict[pytest.Item, float], kills: Counter) -> str:
-    """What becomes of a mutant: 'lives', or how it dies in which test. What kills often is tried first."""
-    order = sorted(costs, key=lambda item: costs[item] / (1 + kills[item]))
+def run(mutant: Mutant, costs: dict[pytest.Item, float], kills: Counter, others: Iterable[pytest.Item] = ()) -> str:
+    """What becomes of a mutant: 'lives', or how it dies in which test. What kills often is tried first, and tests that
+    nobody has timed last."""
+    order = [*sorted(costs, key=lambda item: costs[item] / (1 + kills[item])), *others]
 
     def attempt(tell: Callable) -> int:
         install(mutant)
         for i, item in enumerate(order):
             tell(i)
-            signal.alarm(int(20 + 5 * costs[item]))  # whose default is to end the process
+            signal.alarm(int(20 + 5 * costs.get(item, 10)))  # whose default is to end the process
             if not passes(order, i):
                 return 1
         return 0
@@ -383,7 +407,7 @@ TESTED_IN = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help="beginnings of LESSON:KERNEL (default: every kernel)")
-    parser.add_argument("--all", action="store_true", help="every mutant, not one of each class of faults")
+    parser.add_argument("--all", action="store_true", help="every mutant, not some of each file")
     parser.add_argument("--seed", type=int, default=0, help="of that choice")
     parser.add_argument("-k", default="", help="only these tests, as pytest's -k")
     args = parser.parse_args()

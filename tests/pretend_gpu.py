@@ -8,17 +8,20 @@ interpreter. That finds a tensor of the host beside one of the GPU in an operati
 what is not in host memory, a wrong random generator; and in a CUDA graph, which records here as there and computes
 nothing until it is replayed, a copy to the host or a length that was read. It says nothing of kernels as a GPU runs
 them (`compile_kernels.py` compiles them), of streams or of time. Tests that ask for more are skipped by name.
+`as_if_on_gpu.py` knows which tests are enough.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+VLLM = str(Path(__file__).resolve().parent.parent / "vllm") + "/"
 aten, GPU, CPU = torch.ops.aten, torch.device("cuda", 0), torch.device("cpu")
 
 BEYOND = {  # tests that need more of a GPU than this, and what
@@ -111,6 +115,7 @@ class OnGPU(torch.Tensor):
         return run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
+        note("tolist")
         not_while_capturing("tolist")
         return self.inner.tolist()
 
@@ -167,6 +172,30 @@ capture: Graph | None = None  # the graph that records now
 pinned: list[torch.Tensor] = []  # kept for ever: an address must not come back as somebody else's
 
 
+places: set[str] | None = None  # where our code asks something of the GPU, if somebody collects that
+launched: set[str] = set()  # which file has launched which kernel
+
+
+def callers() -> Iterator[types.FrameType]:
+    """Our own functions that run now, innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(VLLM):
+            yield frame
+        frame = frame.f_back
+
+
+def note(what: str) -> None:
+    """Whose line asks for it, and which function of ours has called that one."""
+    if places is None:
+        return
+    found = [f"{x.f_code.co_filename.removeprefix(VLLM)}:{x.f_lineno} {x.f_code.co_name}" for x in islice(callers(), 2)]
+    recorded = "recorded" if capture is not None else ""
+    if found:
+        places.add(f"{found[0]} {what} {recorded}")
+        places.add(" < ".join(re.sub(r":\d+", "", each) for each in found) + recorded)
+
+
 def not_while_capturing(what: Any) -> None:
     if capture is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
@@ -194,6 +223,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     if not ours and asked != "cuda":
         return func(*args, **kwargs)
     name, to_gpu = func.name().split(".")[0], asked in (None, "cuda")
+    note(name)
     if func in INDEXING and args[0].device.type == "meta":  # zeros that the gradient of an index starts from
         args = (OnGPU(torch.zeros(args[0].shape, dtype=args[0].dtype)), *args[1:])
         return run(func, args, kwargs)
@@ -261,6 +291,7 @@ class Graph:
 
     def capture_begin(self, pool: Any = None) -> None:
         global capture
+        note("capture")
         if not streams:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         not_while_capturing("another capture")
@@ -276,6 +307,7 @@ class Graph:
 
     @torch.no_grad()
     def replay(self) -> None:
+        note("replay")
         with _disable_current_modes():
             for launch, recorded in self.tape:
                 for old, new in zip(tree_leaves(recorded), tree_leaves(launch())):
@@ -307,7 +339,12 @@ def pretend_cuda() -> None:
         "empty_cache": None, "reset_peak_memory_stats": None, "manual_seed": None, "manual_seed_all": None,
     }.items():  # fmt: skip
         setattr(torch.cuda, name, lambda *args, value=value: value)
-    torch.cuda.synchronize = lambda *args: not_while_capturing("synchronize")
+
+    def synchronize(*args: Any) -> None:
+        note("synchronize")
+        not_while_capturing("synchronize")
+
+    torch.cuda.synchronize = synchronize
     torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.stream = Graph, Stream, lambda stream: stream
     stream = types.SimpleNamespace(is_capturing=lambda: capture is not None)
     torch.accelerator.current_stream = lambda *args: stream  # AdamW asks, in older versions in this way:
@@ -354,6 +391,7 @@ def pretend_torch() -> None:
     def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
         if not isinstance(x, OnGPU):
             return plain.rms_norm(x, shape, weight, eps)
+        note("rms_norm")
         if weight is not None and not isinstance(weight, OnGPU):
             raise two_devices("rms_norm")
         if torch.is_grad_enabled():
@@ -419,6 +457,9 @@ def pretend_kernels() -> None:
                     f"{self.name}: a pointer to {tuple(x.shape)} cannot be accessed from Triton (cpu tensor?)"
                 )
         self.launches += 1
+        note(self.name)
+        file = next((x.f_code.co_filename.removeprefix(VLLM) for x in callers()), "")
+        launched.add(f"{file} {self.name}")
 
         def run_kernel() -> None:
             with turn, _disable_current_modes():

@@ -1,6 +1,6 @@
 """The harness that breaks kernels: it finds every kernel, breaks it in many ways, and sees what the tests let live.
 
-`python tests/kernel_mutants.py --all` runs all of it; here is one mutant of each class of each kernel (slow).
+`python tests/kernel_mutants.py --all` runs all of it; here is one mutant of each class of each file (slow).
 """
 
 from __future__ import annotations
@@ -85,8 +85,19 @@ def test_the_list_of_equivalent_mutants_is_of_today():
 def test_a_few_mutants_are_killed():
     done = scripts.get(SWAPS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    kinds = {mutant.kind for mutant in kernel_mutants.mutants("11_preemption", "swap_blocks_kernel")}
+    known = kernel_mutants.equivalent()
+    kinds = {m.kind for m in kernel_mutants.mutants("11_preemption", "swap_blocks_kernel") if m.key not in known}
     assert re.findall(r"(\d+) mutants .* (\d+) live", done.stdout) == [(str(len(kinds)), "0")] and len(kinds) > 5
+
+
+def test_some_are_of_each_class_and_of_each_kernel():
+    chosen = [key for key in kernel_mutants.kernels() if key[0] in ("02_paged_attention", "09_gqa")]
+    some = kernel_mutants.Campaign(chosen, every=False, seed=0).some_of(known := kernel_mutants.equivalent())
+    assert set(some) == set(chosen) and min(map(len, some.values())) >= 2
+    for file in {key[0] for key in chosen}:
+        drawn = [m.kind for key in chosen if key[0] == file for m in some[key]]
+        found = [m for key in chosen if key[0] == file for m in kernel_mutants.mutants(*key) if m.key not in known]
+        assert set(drawn) == {m.kind for m in found} and len(drawn) < len(found) / 5
 
 
 def test_without_tests_mutants_live():

@@ -16,13 +16,15 @@ import sys
 import pytest
 
 from support import modules, needs, sass, scripts
+from support.tiers import and_slowly
 
 KERNELS = [
     (module, name)
     for module, path in modules.paths().items()
     for name in re.findall(r"^@common\.kernel\ndef (\w+)", path.read_text(), flags=re.M)
 ]
-TARGETS = {"fast": ["sm_90", "gfx942"], "all": ["sm_80", "sm_90", "sm_100", "gfx942"]}
+EVERYWHERE = ["sm_80", "sm_90", "sm_100", "gfx942"]
+TARGETS = {"fast": ["sm_90", "gfx942"], "slow": EVERYWHERE, "long": EVERYWHERE}
 # KiB of shared memory that one program may have: CUDA's programming guide, and CDNA 3's LDS. A launch above it fails.
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
@@ -79,10 +81,10 @@ def test_kernel_compiles(lesson, kernel):
 
 
 @needs.triton
-@pytest.mark.slow
+@pytest.mark.parametrize("tier", and_slowly([], [("slow",)], [("long",)]))
 @pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
-def test_kernel_compiles_everywhere(lesson, kernel):
-    check("all", lesson, kernel)
+def test_kernel_compiles_everywhere(lesson, kernel, tier):
+    check(tier, lesson, kernel)
 
 
 # --- Tiles that only an NVIDIA GPU gets: a wrapper on meta tensors does not know one ----------------------------------

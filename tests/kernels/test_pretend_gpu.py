@@ -1,4 +1,4 @@
-"""The tests of lessons once more, as if there were a GPU: see `pretend_gpu.py`."""
+"""Tests of lessons and engine once more, as if there were a GPU: see `pretend_gpu.py` and `as_if_on_gpu.py`."""
 
 from __future__ import annotations
 
@@ -9,53 +9,52 @@ import sys
 
 import pytest
 
+import as_if_on_gpu
 from support import scripts
 
 TESTS = common.ROOT / "tests"
 PATH = f"import sys; sys.path[0] = {str(TESTS)!r}\n"
-PYTEST = f"{PATH}import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-# All lessons whose engines or kernels run on a GPU; of 05 what is about CUDA graphs, of 05d its kernels, of 12 one of
-# each kind of long run, and of 01 and 10 not the longest with the real model: all would take too long.
-ONE_OF_A_KIND = ("not small_pool and not thousand and not (drafts_for_adapters and not ngram) "
-                 "and not (equals_merged and not 6-)")  # fmt: skip
-WHAT = [
-    ("engine/model/test_llama", ""),
-    ("lessons/test_01_kv_cache", "not recorded_bug"),
-    ("lessons/test_02_paged_attention", ""),
-    ("lessons/test_03_flash_attention", ""),
-    ("lessons/test_04_continuous_batching", ""),
-    ("lessons/test_05_optimizations", "graph or capture or bucket or moved or padded"),
-    ("engine/quantization/test_quantization", ""),
-    ("engine/parallel/test_layers", ""),
-    ("engine/parallel/test_model", ""),
-    ("engine/parallel/test_ranks", ""),
-    ("engine/quantization/test_kv_cache", "kernel"),
-    ("lessons/test_07_spec_decode", ""),
-    ("engine/spec_decode/test_trained", ""),
-    ("lessons/test_09_gqa", ""),
-    ("lab/test_hybrid_kv_cache", ""),
-    ("lessons/test_10_chunked_prefill", "not in_chunks and not as_many_chunks"),
-    ("lessons/test_12_multi_lora", ONE_OF_A_KIND),
-]
+# Kernels that are launched nowhere under the pretence, and why.
+ELSEWHERE = {
+    "engine/attention/hopper.py warp_specialized_attention_kernel": "in Gluon, which has no interpreter",
+    "engine/quantization/int4_hopper.py int4_kernel": "in Gluon, which has no interpreter",
+}
 
 pytestmark = [
     pytest.mark.skipif(common.HAS_GPU, reason="there is one: the tests themselves run on it"),
     pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform"),
 ]
 
-
-def job_of(name: str, expression: str) -> scripts.Job:
-    flags = ["-p", "pretend_gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-k", expression]
-    return ("as if there were a GPU", name), [sys.executable, "-c", PYTEST, *flags, TESTS / f"{name}.py"]
+ENOUGH: scripts.Job = ("as if there were a GPU",), as_if_on_gpu.command(*as_if_on_gpu.chosen())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "expression"), [pytest.param(*what, id=what[0].partition("test_")[2]) for what in WHAT]
-)
-def test_as_if_there_were_a_gpu(name, expression):
-    done = scripts.get(job_of(name, expression))
+def test_as_if_there_were_a_gpu():
+    done = scripts.get(ENOUGH)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_every_launch_is_among_them():
+    """A new kernel has a new test: `python tests/as_if_on_gpu.py --choose`."""
+    (launched,) = re.findall("^launched: (.*)$", scripts.get(ENOUGH).stdout, flags=re.M)
+    assert as_if_on_gpu.launches() - set(launched.split(", ")) == ELSEWHERE.keys()
+
+
+def test_the_tests_that_are_enough_are_there():
+    names = as_if_on_gpu.chosen()
+    assert len(set(names)) == len(names) > 50
+    for name in names:
+        path, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (common.ROOT / path).read_text(), name
+        assert path.removeprefix("tests/").removesuffix(".py") in as_if_on_gpu.FILES
+
+
+def test_enough_is_the_cheapest_that_reach_every_place():
+    places = {"whole": "abcd", "twin of x": "ab", "x": "ab", "y": "bc", "d alone": "d", "none": ""}
+    seconds = {"whole": 9.0, "twin of x": 2.0}
+    tests = [as_if_on_gpu.Test(name, seconds.get(name, 1.0), frozenset(found)) for name, found in places.items()]
+    assert [test.name for test in as_if_on_gpu.enough(tests)] == ["d alone", "x", "y"]
 
 
 REFUSALS = """

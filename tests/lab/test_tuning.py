@@ -82,7 +82,10 @@ def test_wrong_limits_are_named(pair):
 
 @pytest.fixture
 def engine(tiny_model, real_model):
-    return LLMEngine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=128)
+    return LLMEngine(
+        tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=128,
+        num_gpu_blocks_override=65,
+    )  # fmt: skip
 
 
 def test_an_engine_run_has_every_token_in_order(engine):

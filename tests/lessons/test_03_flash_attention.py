@@ -244,15 +244,25 @@ def test_kernel_at_its_default_tiles(kernels, guarded, device, monkeypatch, dtyp
 
 
 TILES = (SMALL, (32, 16, 4, 1, 0), (16, 32, 4, 2, 0), (64, 32, 4, 2, 0))
-# Of all 288 combinations a third, in which any three of the four things meet in every way.
+# Of all 288 combinations a third, in which any three of the four things meet in every way; and of these a third, in
+# which any two do.
+SIZES = (16, 48, 64, 80, 128, 256)
 TOGETHER = [
     pytest.param((torch.float32, torch.float16, torch.bfloat16)[i % 3], D, TILES[t], MASKS[m],
-                 id=f"{('fp32', 'fp16', 'bf16')[i % 3]}-{D}-{TILES[t][0]}x{TILES[t][1]}-{mask_ids[m]}")
-    for i, (D, t, m) in enumerate(itertools.product((16, 48, 64, 80, 128, 256), range(4), range(4)))
+                 id=f"{('fp32', 'fp16', 'bf16')[i % 3]}-{D}-{TILES[t][0]}x{TILES[t][1]}-{mask_ids[m]}",
+                 marks=pytest.mark.slow if 29 * i % 36 < 12 else pytest.mark.long)
+    for i, (D, t, m) in enumerate(itertools.product(SIZES, range(4), range(4)))
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+def test_any_two_things_meet_in_the_slow_tier():
+    slow = [param.values for param in TOGETHER if pytest.mark.slow.mark in [mark.mark for mark in param.marks]]
+    for i, j in itertools.combinations(range(4), 2):
+        pairs = {(str(values[i]), str(values[j])) for values in slow}
+        assert pairs == {(str(param.values[i]), str(param.values[j])) for param in TOGETHER}
+    assert len(slow) <= len(TOGETHER) / 2
+
+
 @pytest.mark.parametrize(("dtype", "D", "tiles", "mask"), TOGETHER)
 def test_kernel_thoroughly(kernels, guarded, device, monkeypatch, dtype, D, tiles, mask):
     batch = Batch.of([70, 1, 16, 31], [70, 90, 65, 31])

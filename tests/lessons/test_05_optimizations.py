@@ -16,7 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from engine import registry
@@ -36,6 +43,7 @@ from lab.hardware import HARDWARE
 from support.broken import break_class
 from support.close import assert_close
 from support.runners import runner_of
+from support.tiers import and_slowly
 
 lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
 page = cli.numbers("05_optimizations")
@@ -224,9 +232,10 @@ TestManager = ManagerMachine.TestCase
 TestManager.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-@pytest.mark.slow
-class TestManagerLong(ManagerMachine.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=60)
+@pytest.mark.parametrize("examples", and_slowly([], [(100,)], [(400,)]))
+def test_the_manager_for_longer(examples):
+    often = settings(max_examples=examples, stateful_step_count=60)
+    run_state_machine_as_test(ManagerMachine, settings=often)
 
 
 # --- The lesson's index against the engine's manager ----------------------------------------------------------------
@@ -301,9 +310,10 @@ TestPair = PairMachine.TestCase
 TestPair.settings = settings(max_examples=40, stateful_step_count=40)
 
 
-@pytest.mark.slow
-class TestPairLong(PairMachine.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=60)
+@pytest.mark.parametrize("examples", and_slowly([], [(100,)], [(400,)]))
+def test_the_pair_for_longer(examples):
+    often = settings(max_examples=examples, stateful_step_count=60)
+    run_state_machine_as_test(PairMachine, settings=often)
 
 
 def test_the_story_finds_in_the_model_what_the_engine_finds(tiny_model):

@@ -20,8 +20,9 @@ from engine.serving.proxy import add_proxy_command
 from lab import cli, figures, replay
 from lab.bench import add_bench_commands
 from support import documents
-from support.documents import LESSONS, PAGES, TOLD
+from support.documents import LESSONS, PAGES, TIMED, TOLD
 from support.scripts import output_of
+from support.tiers import ALONE
 
 sys.path.insert(0, str(common.ROOT / "lessons"))
 import graph
@@ -67,8 +68,14 @@ def test_excerpts_are_literal(page):
             )
 
 
+def marks_of(page):
+    """As in test_scripts.py, whose run of the story this reads."""
+    script = documents.script_of(page)
+    return [] if script in TOLD else ALONE if script.stem in TIMED else pytest.mark.slow
+
+
 @pytest.mark.parametrize("page", [
-    pytest.param(page, marks=[] if documents.script_of(page) in TOLD else pytest.mark.slow, id=page.name)
+    pytest.param(page, marks=marks_of(page), id=page.name)
     for page in LESSON_PAGES
 ])  # fmt: skip
 def test_quoted_output(page):

@@ -38,15 +38,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def together(nodeid: str) -> str:
     """What the tests that one process has to run have in common: they are of a file, for these share what is expensive;
-    or they look at the processes of one lesson, where a file starts some of each lesson.
+    or they look at the processes of one lesson, where a file starts some of each lesson. Its story is apart: some are
+    told in the end, alone.
     """
     file, _, test = nodeid.partition("::")
     lesson = re.search(r"\[(\w+)", test)
-    return lesson[1] if lesson and file.endswith(BY_LESSON) else file
+    if not lesson or not file.endswith(BY_LESSON):
+        return file
+    return f"{lesson[1]}'s story" if test.startswith(STORIES) else lesson[1]
 
 
-BY_LESSON = ("test_docs.py", "test_pretend_gpu.py", "test_scripts.py")
-LONGEST = (*BY_LESSON, "test_kernels.py", "test_official_client.py", "test_widget_sims.py", "test_site.py")
+BY_LESSON = ("test_docs.py", "test_scripts.py")
+STORIES = ("test_default_run", "test_a_story_has_its_parts", "test_quoted_output[")
+LONGEST = (
+    *BY_LESSON,
+    "test_pretend_gpu.py",
+    "test_kernels.py",
+    "test_official_client.py",
+    "test_widget_sims.py",
+    "test_site.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+ALONE = [pytest.mark.slow, pytest.mark.alone]
 
-def and_slowly(fast, slow):
-    """Some, and in the slow tier those as well."""
-    return [*fast, *(pytest.param(*each, marks=pytest.mark.slow) for each in slow)]
+
+def and_slowly(fast, slow, long=()):
+    """Some, in the slow tier those as well, and on demand more of their kind."""
+    slow = [pytest.param(*each, marks=pytest.mark.slow) for each in slow]
+    return [*fast, *slow, *(pytest.param(*each, marks=pytest.mark.long) for each in long)]

@@ -61,6 +61,7 @@ from engine.spec_decode.drafters import Draft, Drafter, SpeculativeConfig, make_
 from engine.worker.assemble import make_runner
 from lab import naive
 from support.broken import break_class
+from support.tiers import and_slowly
 
 # --- A model, and what a request gets alone ---------------------------------------------------------------------------
 
@@ -755,10 +756,10 @@ TestAlone.settings = TestStore.settings = settings(max_examples=18, stateful_ste
 TestFromElsewhere.settings = TestAhead.settings = TestAlone.settings
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("examples", and_slowly([], [(30,)], [(100,)]))
 @pytest.mark.parametrize("machine", MACHINES)
-def test_for_longer(machine):
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50))
+def test_for_longer(machine, examples):
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
 
 
 # --- It can fail ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,14 @@ import random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from engine import registry
 from engine.config import SchedulerConfig
@@ -24,6 +31,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import make_scheduler
 from engine.output import ModelRunnerOutput
 from engine.request import Request, RequestStatus, SamplingParams
+from support.tiers import and_slowly
 
 continuous_batching = registry.lesson("04_continuous_batching")
 chunked_prefill = registry.lesson("10_chunked_prefill")
@@ -322,19 +330,13 @@ TestLesson04.settings = TestLesson10.settings = settings(max_examples=20, statef
 TestLesson11.settings = settings(max_examples=30, stateful_step_count=50)
 
 
-@pytest.mark.slow
-class TestLesson04Long(machine(4).TestCase):
-    settings = settings(max_examples=400, stateful_step_count=40)
-
-
-@pytest.mark.slow
-class TestLesson10Long(machine(10).TestCase):
-    settings = settings(max_examples=400, stateful_step_count=40)
-
-
-@pytest.mark.slow
-class TestLesson11Long(machine(11).TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=80)
+@pytest.mark.parametrize(
+    ("lesson", "examples", "steps"),
+    and_slowly([], [(4, 120, 40), (10, 120, 40), (11, 200, 80)], [(4, 400, 40), (10, 400, 40), (11, 1500, 80)]),
+)
+def test_for_longer(lesson, examples, steps):
+    often = settings(max_examples=examples, stateful_step_count=steps)
+    run_state_machine_as_test(machine(lesson), settings=often)
 
 
 # --- The blocks of a withdrawn victim -------------------------------------------------------------------------------

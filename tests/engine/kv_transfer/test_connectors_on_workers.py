@@ -29,6 +29,7 @@ from lab import naive
 from support.ports import free_ports
 from support.rank_threads import ThreadGroup, WorkerThreads
 from support.small_cores import OUTPUTS, PROMPTS, SIZES, small_model
+from support.tiers import and_slowly
 from support.tokenizing import of_characters
 from support.transfers import until
 from support.worker_engines import engine_on
@@ -219,10 +220,11 @@ def test_a_prompt_goes_on_with_drafts_with_its_adapter_and_a_step_ahead(
 
 
 FAST_SEEDS = [2, 3, 4]  # both wires, adapters with drafts and without, one rank to two and the other way round
-SLOW_SEEDS = [pytest.param(i, marks=pytest.mark.slow) for i in range(60) if i not in FAST_SEEDS]
+OTHER_SEEDS = [i for i in range(60) if i not in FAST_SEEDS]
+SEEDS = and_slowly(FAST_SEEDS, [(i,) for i in OTHER_SEEDS[:15]], [(i,) for i in OTHER_SEEDS[15:]])
 
 
-@pytest.mark.parametrize("seed", [*FAST_SEEDS, *SLOW_SEEDS])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_comes_together(build, seed):
     """Small pools, few seats, prompts that nobody can predict the end of, and clients that leave on either side."""
     rng = random.Random(seed)

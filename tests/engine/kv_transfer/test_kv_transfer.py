@@ -26,7 +26,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine import registry
 from engine.kv_transfer import connectors, links
@@ -50,6 +50,7 @@ from engine.serving.core_proc import EngineCoreProc
 from engine.serving.mailbox import ClientGone
 from lab import naive
 from lab.transfers import Faults, MemoryLink, rehearse
+from support.tiers import and_slowly
 from support.transfers import (
     PROMPT,
     SEED,
@@ -655,11 +656,9 @@ TestTransfers = Transfers.TestCase
 TestTransfers.settings = settings(max_examples=40, stateful_step_count=25)
 
 
-@pytest.mark.slow
-def test_transfers_for_longer():
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(Transfers, settings=settings(max_examples=1500, stateful_step_count=60))
+@pytest.mark.parametrize("examples", and_slowly([], [(250,)], [(1500,)]))
+def test_transfers_for_longer(examples):
+    run_state_machine_as_test(Transfers, settings=settings(max_examples=examples, stateful_step_count=60))
 
 
 def test_a_preempted_prefill_offers_nothing_old():

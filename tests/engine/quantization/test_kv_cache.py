@@ -29,6 +29,7 @@ from engine.request import Request, SamplingParams
 from lab import cli, offline_run, roofline, timing
 from support import needs, scripts
 from support.close import assert_close
+from support.tiers import and_slowly
 
 lesson, page = registry.lesson("05d_kv_cache_quantization"), cli.numbers("05d_kv_cache_quantization")
 paged = registry.lesson("02_paged_attention")
@@ -175,6 +176,7 @@ HOPPER = [("fp8", 128, "bfloat16", "sm_90"), ("int8_per_token_head", 128, "bfloa
 NVIDIA = [(name, D, dtype, target) for name in ("fp8", "fp8_per_token_head", "int8_per_token_head", "int4_plain",
           "int3_plain", "turboquant_2bit", "kivi_2bit") for D in (64, 128) for dtype in ("bfloat16", "float16")
           for target in ("sm_80", "sm_90", "sm_100")]  # fmt: skip
+WIDEST = [case for case in NVIDIA if case[1:3] == (128, "bfloat16")]  # which take most registers and shared memory
 
 
 def compile_job(cases):
@@ -201,9 +203,9 @@ def test_hopper_decodes_e4m3_itself_and_loads_ahead():
 
 
 @needs.triton
-@pytest.mark.slow
-def test_decode_tiles_spill_on_no_gpu_of_nvidias():
-    compiled(NVIDIA)
+@pytest.mark.parametrize("cases", and_slowly([], [(WIDEST,)], [(NVIDIA,)]), ids=len)
+def test_decode_tiles_spill_on_no_gpu_of_nvidias(cases):
+    compiled(cases)
 
 
 # --- The other grids --------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_wrong_wishes_name_the_field(llm, wrong, field):
 
 @pytest.fixture(scope="module")
 def llm(tiny_model, real_model):
-    return LLM(tiny_model, tokenizer=real_model[1], max_model_len=64, max_num_seqs=8)
+    return LLM(tiny_model, tokenizer=real_model[1], max_model_len=64, max_num_seqs=8, num_gpu_blocks_override=65)
 
 
 def token_ids(llm, prompt, params, **about):

@@ -840,7 +840,7 @@ def test_the_engine_runs_the_kernel(kernels, model, real_model):
 def test_the_real_model_in_one_batch(real_model):
     """A date, JSON, a grammar and a free answer side by side; kanji and emoji, whose tokens are parts of characters."""
     model, tokenizer = real_model
-    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=257)
     chat = [{"prompt_token_ids": tokenizer.chat([{"role": "user", "content": "Tell me about Anna from Rome."}])}] * 6
     wanted = [{"regex": lesson.SHOWN["date"]}, {"json": lesson.PERSON}, {"grammar": lesson.SUM},
              {"regex": "(寿司|😀){2,4}"},
@@ -864,7 +864,7 @@ def validate_json(text, schema):
 @pytest.mark.slow
 def test_json_always_conforms(real_model):
     model, tokenizer = real_model
-    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=257)
     for schema in (lesson.PERSON, lesson.CALL, lesson.closed(a={"type": "array", "items": {"type": "boolean"},
              "maxItems": 3},
                                                              b={"type": "null"}, c={"enum": [1, "é",
