@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from engine import arguments
-from learn import grader, incidents, parts, starter, steps, tickets
+from learn import beside, grader, incidents, starter, steps, tickets
 from learn.step import Step
 from learn.workbook import Workbook, given
 
@@ -29,7 +29,9 @@ EPILOG = """\
   learn run 02          run your script as it stands
   learn status          what has passed
   learn incident [7]    tickets from an engine with one fault in it, or none: find the cause, write a guard
-  learn serve|bench|conform [FLAGS]   the engine with all parts of yours that have passed
+  learn bench [SEAM …]  the engine with your parts that have passed, beside the given one: tokens and speed
+  learn conform         your pool and scheduler on what the real vLLM was recorded deciding
+  learn serve [SEAM …] [FLAGS]   a server with your parts; flags as those of `python -m vllm serve`
 """
 
 
@@ -52,8 +54,8 @@ def main(argv: Sequence[str], book: Workbook | None = None) -> None:
     """Raises InputError, and CheckFailed for a step that does not pass."""
     argv = list(argv)
     book = book or Workbook()
-    if argv and argv[0] in parts.COMMANDS:
-        parts.main(book, argv[0], argv[1:])
+    if argv and argv[0] in beside.COMMANDS:
+        beside.main(book, argv[0], argv[1:])
         return
     args = build_parser().parse_args(argv)
     if args.what in steps.FILES:
@@ -69,7 +71,7 @@ def main(argv: Sequence[str], book: Workbook | None = None) -> None:
     elif args.what == "status":
         status(book)
     else:
-        verbs = "check", "hint", "show", "reset", "run", "status", "incident", *parts.COMMANDS
+        verbs = "check", "hint", "show", "reset", "run", "status", "incident", *beside.COMMANDS
         raise common.InputError(f"learn {args.what}: must be one of {', '.join((*steps.FILES, *verbs))}")
 
 
@@ -126,8 +128,9 @@ def check(book: Workbook, step: Step, seed: int | None) -> None:
         common.say(f"✓ all {verdict.cases} cases")
         after = book.next_step(step.id[:2])
         common.say(f"learn show {step.id}: the lesson's own, beside yours.")
-        if step.plug:
-            common.say(f"It fills the engine's seam {step.plug[0]!r} now: learn serve, learn bench, learn conform.")
+        if step.plugs:
+            seams = " and ".join(repr(seam) for seam, _ in step.plugs)
+            common.say(f"It fills the engine's seam {seams} now: learn bench, learn serve, learn conform.")
         common.say(f"Next: {after.id}, {after.title}." if after else "The lesson's last step: all of it is yours.")
         return
     entry["failures"] = entry.get("failures", 0) + 1

@@ -291,7 +291,7 @@ STEPS = (
         attentions,
         launches=("unified_attention_kernel",),
         forbidden=("mixed_attention_reference",),
-        plug=("attention", "UnifiedAttention"),
+        plugs=(("attention", "UnifiedAttention"),),
     ),
     Step(
         "10.6",
@@ -302,6 +302,6 @@ STEPS = (
         "Running: min(behind, cap, budget), nothing if that is 0. Waiting: the head only, cut to the budget if chunks "
         "are allowed, and if it _fits. Each gets its blocks by allocate_slots, before its tokens count as computed.",
         schedules,
-        plug=("scheduler", "Scheduler"),
+        plugs=(("scheduler", "Scheduler"),),
     ),
 )

@@ -325,6 +325,6 @@ STEPS = (
         "num_computed_tokens of everybody in output.num_scheduled_tokens. Each grant needs allocate_slots, an entry in "
         "the output and a smaller budget; who is admitted needs a place in self.running and a new status, too.",
         schedules([{}, {"static": True}, {"policy": "priority"}], ends=True),
-        plug=("scheduler", "Scheduler"),
+        plugs=(("scheduler", "Scheduler"),),
     ),
 )

@@ -270,6 +270,7 @@ STEPS = (
         batched,
         first="for slot, start, stop",
         forbidden=REFERENCES,
+        plugs=(("lora", "add_lora"),),
     ),
     Step(
         "12.5",

@@ -233,7 +233,7 @@ STEPS = (
         "a new table with the same blocks and tokens; every block has one owner more.",
         "Copy the list, or the two tables grow together.",
         tables,
-        plug=("block_pool", "BlockPool"),
+        plugs=(("block_pool", "BlockPool"),),
     ),
     Step(
         "02.5",
@@ -266,7 +266,7 @@ STEPS = (
         decode_cases(1),
         launches=("paged_decode_kernel",),
         forbidden=("paged_decode_reference",),
-        plug=("attention", "PagedAttention"),
+        plugs=(("attention", "PagedAttention"),),
     ),
     Step(
         "02.8",

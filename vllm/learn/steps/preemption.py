@@ -564,6 +564,6 @@ STEPS = (
         "long_prefill_cap first. Of `running`, whoever has 0 new tokens is passed over. _admit takes the blocks; a "
         "request that comes back is `resumed`, not `new`, which its status says until you change it.",
         schedules,
-        plug=("scheduler", "Scheduler"),
+        plugs=(("scheduler", "Scheduler"),),
     ),
 )

@@ -455,7 +455,7 @@ STEPS = (
         "the residual is p. `draw_tokens(p, u.cpu().numpy())` draws, `most_probable` is the argmax.",
         the_rule,
         forbidden=("naive_round",),
-        plug=("rejection", "rejection_sample"),
+        plugs=(("rejection", "rejection_sample"), ("sampler", "sample_rows")),
     ),
     Step(
         "07.7",
