@@ -121,7 +121,7 @@ def answers(tiny_model, tokenizer, adapter=None, **arguments):
 @pytest.fixture
 def adapter(tiny_model, tmp_path):
     """A random one, as a caller names it."""
-    files.write_adapter(tmp_path / "own", lora_model.random_adapter(tiny_model.config, 4, seed=1), 4)
+    files.write_adapter(lora_model.random_adapter(tiny_model.config, 4, seed=1), tmp_path / "own", 4)
     return LoRARequest("own", 1, str(tmp_path / "own"))
 
 
