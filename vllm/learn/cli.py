@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from engine import arguments
 from learn import beside, grader, incidents, starter, steps, tickets
+from learn.prose import paragraph
 from learn.step import Step
 from learn.workbook import Workbook, given
 
@@ -109,7 +110,7 @@ def tell(step: Step, text: str) -> None:
     lines = text.splitlines()
     line = next((i + 1 for i, x in enumerate(lines) if starter.raising(step) in x), None)
     common.say(f"Step {step.id}, {step.title}: {step.cut}" + (f", line {line}" if line else ""))
-    common.say(step.task)
+    paragraph(step.task)
     common.say(f"Write it in place of `{starter.raising(step)}`, then: uv run python -m vllm learn check")
 
 
@@ -154,7 +155,7 @@ def check(book: Workbook, step: Step, seed: int | None) -> None:
 def hint(book: Workbook, step: Step) -> None:
     if not book.entry(step).get("failures") and not book.has_passed(step):
         raise common.InputError(f"learn hint {step.id}: try first; `learn check {step.id}` opens it")
-    common.say(step.hint)
+    paragraph(step.hint)
 
 
 def show(book: Workbook, step: Step) -> None:
