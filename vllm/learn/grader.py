@@ -13,6 +13,7 @@ import common  # first: it settles the device before torch is used
 import ast
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -64,18 +65,27 @@ class Verdict:
 
 def cheats(text: str, given: str) -> str | None:
     """Why a file is no answer of one's own, or None: it imports what the script does not, or reads what is given."""
-    known = {ast.unparse(x) for x in ast.walk(starter.parsed(given)) if isinstance(x, ast.Import | ast.ImportFrom)}
+    known = imports(given)
     for node in ast.walk(starter.parsed(text)):
         if isinstance(node, ast.Import | ast.ImportFrom) and ast.unparse(node) not in known:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             for name in names:
                 if name.split(".")[0] not in STANDARD or name.split(".")[0] in NEVER:
                     return f"line {node.lineno}: `{ast.unparse(node)}` is not one of the script's own imports"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and f"{ast.unparse(node.func)}(" not in given:
-            return f"line {node.lineno}: {ast.unparse(node.func)}() is not needed here"
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in DOORS and ast.unparse(node) not in given:
-            return f"line {node.lineno}: {ast.unparse(node)} would bring the given part back"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in CALLS and f"{node.func.id}(" not in given:
+                return f"line {node.lineno}: {node.func.id}() is not needed here"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            door = f"{node.value.id}.{node.attr}"
+            if door in DOORS and door not in given:
+                return f"line {node.lineno}: {door} would bring the given part back"
     return None
+
+
+@functools.cache
+def imports(given: str) -> set[str]:
+    """All imports of a script, wherever they stand."""
+    return {ast.unparse(x) for x in ast.walk(starter.parsed(given)) if isinstance(x, ast.Import | ast.ImportFrom)}
 
 
 # --- The script that is graded ----------------------------------------------------------------------------------------

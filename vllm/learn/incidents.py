@@ -26,8 +26,6 @@ from learn import tickets
 from learn.incident import Incident
 from learn.prose import paragraph
 
-NAMED = "core/queues.py:FCFSRequestQueue.peek_request"  # how a cause is written
-
 NOT_IN_A_GUARD = {"open", "exec", "eval", "__import__", "inspect", "importlib", "learn", "sys", "dis", "linecache"}
 LIMIT = 60  # seconds of a guard, imports included
 
@@ -102,7 +100,7 @@ def tell(incident: Incident) -> None:
         by_file.setdefault(file, []).append(function)
     for file, names in by_file.items():
         paragraph(f"{file}: {', '.join(names)}")
-    common.say(f"Name one: uv run python -m vllm learn incident {incident.number} --cause {NAMED}")
+    common.say(f"As: uv run python -m vllm learn incident {incident.number} --cause {functions(incident)[0]}")
 
 
 def name(book: Any, incident: Incident, cause: str) -> None:
