@@ -27,7 +27,9 @@ def fitted(name):
 
 
 def answers(tiny_model, tokenizer, **arguments):
-    llm = LLM(tiny_model, tokenizer=tokenizer, max_model_len=128, max_num_seqs=3, num_gpu_blocks_override=20, **arguments)
+    llm = LLM(
+        tiny_model, tokenizer=tokenizer, max_model_len=128, max_num_seqs=3, num_gpu_blocks_override=20, **arguments
+    )
     shared = list(range(40))
     prompts = [[*shared, i] for i in range(3)] + [[9, 8, 7], shared, [*shared, 0, 5]]
     params = [

@@ -111,4 +111,6 @@ def test_the_solution_passes_and_what_looks_right_does_not(step):
     alone = starter.completed(starter_of(step.id[:2]), script(step), [step.cut])  # all other steps are open
     done, *others = verdicts(step, [alone, *(changed(step, change) for change in wrong)])
     assert done.what == "passed" and done.cases >= 3, done
-    assert [change for change, verdict in zip(wrong, others) if verdict.what not in ("wrong", "broken", "refused")] == []
+    assert [
+        change for change, verdict in zip(wrong, others) if verdict.what not in ("wrong", "broken", "refused")
+    ] == []

@@ -24,7 +24,13 @@ HEADS = (
     "model/rope.py",
     "worker/input_batch.py",
 )
-RANKS = ("parallel/sharding.py", "parallel/shards.py", "parallel/layers.py", "quantization/kv_codes.py", "llm_engine.py")
+RANKS = (
+    "parallel/sharding.py",
+    "parallel/shards.py",
+    "parallel/layers.py",
+    "quantization/kv_codes.py",
+    "llm_engine.py",
+)
 
 TICKETS = (
     Incident(
@@ -89,8 +95,8 @@ prompt  answer  together  computed  blocks  steps
         why="""
 This is no bug. A token's key and value are computed in the step that follows the one which sampled it,
 and the last token of an answer has no such step: it is written, but never run through the model. A
-request of P and N tokens computes P + N − 1 of them, and needs slots for these. vLLM counts in the same
-way: `num_computed_tokens` of a finished request is one less than its tokens.
+request of P and N tokens computes P + N − 1 of them, and needs slots for these. In vLLM, too, the last
+token of an answer never gets a slot.
 """,
         suspects=LIVES,
     ),
@@ -155,8 +161,8 @@ ranks  8 KV heads: of a rank  bytes of a block  tokens    32 KV heads: of a rank
         why="""
 This is no bug. Tensor parallelism divides heads, and a head cannot be divided: with 8 KV heads on 16
 ranks, each head lies on two of them, whose query heads both read it. So the cache per token and rank
-stays what one head takes. vLLM's `ModelConfig.get_num_kv_heads` says `max(1, total_num_kv_heads //
-tensor_parallel_size)`. Whoever wants more room divides tokens over the copies: vLLM's decode context
+stays what one head takes. vLLM's `ModelConfig.get_num_kv_heads` divides as well, and says 1 where less
+than a head would be left. Whoever wants more room divides tokens over the copies: vLLM's decode context
 parallelism.
 """,
         suspects=RANKS,
