@@ -51,7 +51,7 @@ def test_the_engine_writes_the_same(name, tiny_model, real_model):
 
 
 def test_the_index_decides_as_the_engines_pool_does():
-    """But for the order of several blocks without a hash: a request of an engine with a prefix cache has one of them."""
+    """But for the order of several blocks without a hash: where there is a prefix cache, a request has one of them."""
     rng = random.Random(0)
     index, pool = fitted("PrefixCache")(12), BlockPool(12)
     tables: list[list[int]] = []

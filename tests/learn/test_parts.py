@@ -19,7 +19,7 @@ def book(tmp_path):
 def solve(book, *names):
     """These steps have passed, with the lesson's own text and a mark of the reader's."""
     for name in names:
-        step, of_lesson = steps.find(name)
+        step, _ = steps.find(name)
         book.begin(name[:2])
         path = book.file(step.lesson)
         path.write_text(starter.completed(path.read_text(), (common.HERE / path.name).read_text(), [step.cut]))
@@ -31,7 +31,7 @@ def seams(found):
 
 
 def test_a_later_lesson_takes_the_place_of_an_earlier_one(book):
-    with pytest.raises(common.InputError, match="step 02.4 is the first"):
+    with pytest.raises(common.InputError, match="step 02[.]4 is the first"):
         parts.passed(book)
     solve(book, "02.4", "02.7")
     assert seams(parts.passed(book)) == {"block_pool": "02:BlockPool", "attention": "02:PagedAttention"}
@@ -88,8 +88,8 @@ def test_what_has_not_passed_is_the_lessons(book):
     text = parts.with_what_has_passed(book, "02")
     assert "NotImplementedError" not in text and "half = written" not in text and "MINE = 5" in text
     path.write_text("def f(:\n")
-    with pytest.raises(common.InputError, match="02_paged_attention.py: line 1: "):
+    with pytest.raises(common.InputError, match="02_paged_attention[.]py: line 1: "):
         parts.with_what_has_passed(book, "02")
     path.write_text("x = 1\n")
-    with pytest.raises(common.InputError, match="there is no .* in it any more"):
+    with pytest.raises(common.InputError, match="there is no [A-Za-z_.]+ in it any more"):
         parts.with_what_has_passed(book, "02")

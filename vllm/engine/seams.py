@@ -283,7 +283,7 @@ class Adapters(Protocol):
 
 
 class AddLoRA(Protocol):
-    """What adapters add to a linear layer (`vllm/lora/punica_wrapper/punica_gpu.py:PunicaWrapperGPU.add_lora_linear`)."""
+    """What adapters add to a linear layer (`vllm/lora/punica_wrapper/punica_gpu.py:add_lora_linear`)."""
 
     def __call__(  # noqa: PLR0913  the layer's output and input, and where the weights of which rows are
         self, y: torch.Tensor, x: torch.Tensor, memory: Any, layer: int, kind: str, meta: LoRAKernelMeta

@@ -50,7 +50,7 @@ def passed(book: Workbook) -> list[Part]:
 
 
 def chosen(parts: Sequence[Part], seams: Sequence[str]) -> list[Part]:
-    """Those in the seams that are named. Raises InputError for one that none of them fills, or that goes with no other."""
+    """Those in the seams that are named. Raises InputError for one that none of them fills, or two that do not go."""
     by_seam = {part.seam: part for part in parts}
     for seam in seams:
         if seam not in by_seam:
@@ -105,7 +105,7 @@ def __getattr__(seam):
 
 
 def write(book: Workbook, parts: Sequence[Part]) -> dict[str, str]:
-    """Write `my/plugged/`. Returns FILE.py:OBJECT of each part by its seam, as `--plug` asks for it. Raises InputError."""
+    """Write `my/plugged/`. Returns FILE.py:OBJECT of each part by its seam, as `--plug` asks. Raises InputError."""
     folder = book.folder / "plugged"
     folder.mkdir(exist_ok=True)
     files = {}
