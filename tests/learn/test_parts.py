@@ -31,7 +31,7 @@ def seams(found):
 
 
 def test_a_later_lesson_takes_the_place_of_an_earlier_one(book):
-    with pytest.raises(common.InputError, match="step 02[.]4 is the first"):
+    with pytest.raises(common.InputError, match=r"step 02[.]4 is the first"):
         parts.passed(book)
     solve(book, "02.4", "02.7")
     assert seams(parts.passed(book)) == {"block_pool": "02:BlockPool", "attention": "02:PagedAttention"}
@@ -73,9 +73,13 @@ def test_a_lessons_scheduler_goes_with_neither_drafts_nor_adapters(book):
     found = parts.passed(book)
     assert [part.seam for part in parts.together(found)] == ["sampler", "scheduler"]
     assert [part.seam for part in parts.chosen(found, ["lora", "sampler"])] == ["lora", "sampler"]
-    with pytest.raises(common.InputError, match="seams scheduler and lora: a lesson's scheduler knows nothing of adap"):
+    with pytest.raises(
+        common.InputError, match=r"seams scheduler and lora: a lesson's scheduler knows nothing of adap"
+    ):
         parts.chosen(found, ["lora", "scheduler"])
-    with pytest.raises(common.InputError, match="seam 'attention': none of your parts is for it; there are rejection,"):
+    with pytest.raises(
+        common.InputError, match=r"seam 'attention': none of your parts is for it; there are rejection,"
+    ):
         parts.chosen(found, ["attention"])
 
 
@@ -88,8 +92,8 @@ def test_what_has_not_passed_is_the_lessons(book):
     text = parts.with_what_has_passed(book, "02")
     assert "NotImplementedError" not in text and "half = written" not in text and "MINE = 5" in text
     path.write_text("def f(:\n")
-    with pytest.raises(common.InputError, match="02_paged_attention[.]py: line 1: "):
+    with pytest.raises(common.InputError, match=r"02_paged_attention[.]py: line 1: "):
         parts.with_what_has_passed(book, "02")
     path.write_text("x = 1\n")
-    with pytest.raises(common.InputError, match="there is no [A-Za-z_.]+ in it any more"):
+    with pytest.raises(common.InputError, match=r"there is no [A-Za-z_.]+ in it any more"):
         parts.with_what_has_passed(book, "02")

@@ -190,7 +190,7 @@ def status(book: Workbook) -> None:
         done = [book.has_passed(step) for step in mine]
         begun = book.file(mine[0].lesson).is_file()
         passed, all_steps = passed + sum(done), all_steps + len(done)
-        bar = "".join("█" if x else "·" for x in done)
+        bar = "".join("█" if x else "·" for x in done).ljust(11)
         step = book.next_step(number)
         following = following or (step if begun else None)
         rows.append(

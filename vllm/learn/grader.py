@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from engine import registry
@@ -37,7 +38,10 @@ from learn import starter
 from learn.step import Context, Step
 from learn.steps import find
 
-LIMIT = 10  # seconds for all cases of a step
+LIMIT = 10  # seconds of a processor for all cases of a step
+WAIT = 60  # seconds by the clock, where others need the processor as well, or nobody computes
+TOO_LONG = [-getattr(signal, name) for name in ("SIGALRM", "SIGPROF") if hasattr(signal, name)]  # exit codes
+LONG = 200  # characters of a value that nobody reads where there is a picture
 
 # What no answer needs, and what would bring the given one back.
 NEVER = ("importlib", "runpy", "pkgutil", "inspect", "gc", "ctypes", "vllm", "learn", "tests", "subprocess", "pickle")
@@ -151,6 +155,10 @@ def asked(step: Step, mine: ModuleType, context: Context, seed: int) -> Verdict:
             return Verdict("broken", message=where(error, step.lesson), expected=shown(case.expected), **about)
         picture = case.picture(got, case.expected) if case.picture else ""
         about |= {"got": shown(got), "expected": shown(case.expected), "picture": picture}
+        if isinstance(got, torch.Tensor) and isinstance(case.expected, torch.Tensor):
+            about |= {"got": shown_beside(got, case.expected), "expected": shown_beside(case.expected, got)}
+        elif picture and len(about["expected"]) > LONG:  # which shows where they differ
+            about |= {"got": "", "expected": ""}
         if idle := [k.name for k, n in zip(kernels, before) if k.launches == n]:
             return Verdict("refused", message=f"{idle[0]} was not launched: the step is about that kernel", **about)
         if not context.intact():
@@ -209,6 +217,18 @@ def same(got: Any, expected: Any) -> bool:
     return type(got) is type(expected) and got == expected
 
 
+def shown_beside(x: torch.Tensor, other: torch.Tensor) -> str:
+    """Of a large tensor, the first row in which it is not the other one."""
+    if x.shape != other.shape or x.dim() < 2 or x.numel() <= 64:
+        return shown(x)
+    rows, others = x.reshape(-1, x.shape[-1]), other.reshape(-1, x.shape[-1])
+    for i, (a, b) in enumerate(zip(rows, others)):
+        if not same(a, b):
+            place = ", ".join(str(int(n)) for n in np.unravel_index(i, x.shape[:-1]))
+            return f"of {list(x.shape)} row [{place}]: {shown(a)}"
+    return shown(x)
+
+
 def shown(x: Any, most: int = 600) -> str:
     """A value as the reader sees it."""
     if isinstance(x, torch.Tensor):
@@ -228,11 +248,11 @@ def check(step: Step, file: Path, seed: int) -> Verdict:
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # cases are small, and others may need the machine
     try:
         done = subprocess.run(
-            command, cwd=common.ROOT, env=one_thread, capture_output=True, text=True, timeout=LIMIT + 20
+            command, cwd=common.ROOT, env=one_thread, capture_output=True, text=True, timeout=WAIT + 60
         )
     except subprocess.TimeoutExpired:
         return Verdict("broken", message=f"no answer after {time.monotonic() - start:.0f} s", seed=seed)
-    if done.returncode == -signal.SIGALRM:
+    if done.returncode in TOO_LONG:
         return Verdict("broken", message=f"it takes more than {LIMIT} s: a loop without an end?", seed=seed)
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
@@ -243,11 +263,19 @@ def check(step: Step, file: Path, seed: int) -> Verdict:
         return Verdict("broken", message=(done.stderr or done.stdout)[-600:].strip(), seed=seed)
 
 
+def begin() -> None:
+    """From now on this process has its time, and then ends: what imports have taken does not count."""
+    if hasattr(signal, "setitimer"):
+        for alarm in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(alarm, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT)
+        signal.alarm(WAIT)
+
+
 def main(argv: Sequence[str]) -> None:
     name, file, seed = argv
     step, steps = find(name)
-    if hasattr(signal, "alarm"):
-        signal.alarm(LIMIT)  # what imports have taken does not count
+    begin()
     verdict = grade(step, Path(file).read_text(encoding="utf-8"), int(seed), steps)
     print(json.dumps(dataclasses.asdict(verdict)))
 
