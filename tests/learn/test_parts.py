@@ -73,13 +73,9 @@ def test_a_lessons_scheduler_goes_with_neither_drafts_nor_adapters(book):
     found = parts.passed(book)
     assert [part.seam for part in parts.together(found)] == ["sampler", "scheduler"]
     assert [part.seam for part in parts.chosen(found, ["lora", "sampler"])] == ["lora", "sampler"]
-    with pytest.raises(
-        common.InputError, match=r"seams scheduler and lora: a lesson's scheduler knows nothing of adap"
-    ):
+    with pytest.raises(common.InputError, match=r"seams scheduler and lora: a lesson's scheduler knows nothing"):
         parts.chosen(found, ["lora", "scheduler"])
-    with pytest.raises(
-        common.InputError, match=r"seam 'attention': none of your parts is for it; there are rejection,"
-    ):
+    with pytest.raises(common.InputError, match=r"seam 'attention': none of your parts is for it; there are rej"):
         parts.chosen(found, ["attention"])
 
 

@@ -81,14 +81,19 @@ def chosen(book: Workbook, name: str | None) -> Step:
     if name and "." in name:
         return steps.find(name)[0]
     if name is None:
-        begun = [(path.stat().st_mtime, n) for n in steps.FILES if (path := book.file(steps.of(n)[0].lesson)).is_file()]
-        if not begun:
+        name = latest(book)
+        if name is None:
             raise common.InputError("nothing is begun: `uv run python -m vllm learn 01`")
-        name = max(begun)[1]
     step = book.next_step(name)
     if step is None:
         raise common.InputError(f"all steps of lesson {name} have passed; `learn check {name}.1` grades one again")
     return step
+
+
+def latest(book: Workbook) -> str | None:
+    """The lesson whose script was written last."""
+    begun = [(path.stat().st_mtime, n) for n in steps.FILES if (path := book.file(steps.of(n)[0].lesson)).is_file()]
+    return max(begun)[1] if begun else None
 
 
 # --- The commands -----------------------------------------------------------------------------------------------------
@@ -184,7 +189,7 @@ def run(book: Workbook, number: str | None) -> None:
 
 def status(book: Workbook) -> None:
     """A bar for each lesson, what has changed since it was begun, and the next step."""
-    rows, passed, all_steps, following = [], 0, 0, None
+    rows, passed, all_steps = [], 0, 0
     for number in steps.FILES:
         mine = steps.of(number)
         done = [book.has_passed(step) for step in mine]
@@ -192,7 +197,6 @@ def status(book: Workbook) -> None:
         passed, all_steps = passed + sum(done), all_steps + len(done)
         bar = "".join("█" if x else "·" for x in done).ljust(11)
         step = book.next_step(number)
-        following = following or (step if begun else None)
         rows.append(
             (mine[0].lesson, bar, f"{sum(done)} of {len(done)}", f"{step.id} {step.title}" if step and begun else "")
         )
@@ -204,7 +208,8 @@ def status(book: Workbook) -> None:
                 common.say(
                     f"{step.id}: the lesson's {step.cut} has changed since; learn reset {step.id} begins it anew."
                 )
-    if following:
+    number = latest(book)
+    if number and (following := book.next_step(number)):
         common.say(f"Next: {following.id}, {following.title}: uv run python -m vllm learn check {following.id}")
     elif passed == 0:
         common.say("Begin: uv run python -m vllm learn 01")
