@@ -93,7 +93,7 @@ def tell(incident: Incident) -> None:
     paragraph(incident.ticket)
     common.console().print()
     common.console().print(incident.evidence.strip("\n"))
-    common.heading("Where is it? One of these, or `none`: the engine does what it should")
+    common.heading("Where is it? One of these, in vllm/engine/, or `none`: the engine does what it should")
     by_file: dict[str, list[str]] = {}
     for place in functions(incident):
         file, _, function = place.partition(":")
