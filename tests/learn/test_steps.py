@@ -5,6 +5,7 @@ from __future__ import annotations
 import common
 
 import dataclasses
+import faulthandler
 import functools
 import importlib.util
 import json
@@ -61,6 +62,7 @@ def verdicts(step, texts: list[str]) -> list[grader.Verdict]:
         child = os.fork()
         if child == 0:
             try:
+                faulthandler.disable()
                 for text in texts[len(found) :]:
                     grader.begin()
                     verdict = grader.grade(step, text, SEED, steps.of(step.id[:2]))

@@ -107,7 +107,7 @@ def bench(found: Sequence[Part], plug: Mapping[str, str]) -> None:
                 given.round()
                 mine.round()
         except Exception as error:
-            problem = grader.where(error, some[-1].step.lesson)
+            problem = grader.where(error, *(part.step.lesson for part in some))
         else:
             common.say(f"{name:12} {given.rate:5.0f} {mine.rate:5.0f}: {mine.rate / given.rate:.2f} times as fast")
             problem = first_that_differs(tokenizer, mine.tokens, given.tokens)
@@ -166,32 +166,29 @@ def conform(found: Sequence[Part], plug: Mapping[str, str]) -> None:
     deciding = [part for part in found if part.seam in ("scheduler", "block_pool")]
     if not deciding:
         raise common.InputError("learn conform: compares schedulers and block pools; none of yours has passed yet")
-    paths = sorted((RECORDED / "workloads").glob("*.json"))
+    workloads = {path.name: load_workload(path) for path in sorted((RECORDED / "workloads").glob("*.json"))}
+    cached = {file for file, workload in workloads.items() if workload["config"]["enable_prefix_caching"]}
     for name, some in sets_of(deciding).items():
-        same: list[bool] = []
-        cached: list[bool] = []  # the same, of those with a prefix cache
-        first = None
-        for path in paths:
-            workload = load_workload(path)
-            problem = against(path.name, workload, of(plug, some), some[-1].step.lesson)
-            for counted in (same, cached) if workload["config"]["enable_prefix_caching"] else (same,):
-                counted.append(problem is None)
-            first = first or (problem and f"{path.stem}: {problem}")
+        lessons = [part.step.lesson for part in some]
+        problems = {file: against(file, workload, of(plug, some), lessons) for file, workload in workloads.items()}
+        own = {part.seam: parts.of_the_lesson(part) for part in some}
+        by_lesson = sum(against(file, workload, own, lessons) is None for file, workload in workloads.items())
+        wrong = {file: problem for file, problem in problems.items() if problem}
         common.say(
-            f"{name}: {sum(same)} of {len(same)} recorded workloads are decided as vLLM decided them, "
-            f"{sum(cached)} of the {len(cached)} with a prefix cache."
+            f"{name}: {len(workloads) - len(wrong)} of {len(workloads)} recorded workloads are decided as vLLM decided "
+            f"them, {len(cached - wrong.keys())} of the {len(cached)} with a prefix cache. The lesson's own: {by_lesson}."
         )
-        if first:
-            common.say(f"The first that is not: {first}")
+        for file, problem in list(wrong.items())[:1]:
+            common.say(f"The first that is not: {file.removesuffix('.json')}: {problem}")
 
 
-def against(file: str, workload: dict, plug: Mapping[str, str], lesson: str) -> str | None:
+def against(file: str, workload: dict, plug: Mapping[str, Any], lessons: Sequence[str]) -> str | None:
     """In what the decisions on a workload are not vLLM's, or what they end with."""
     recorded = json.loads((RECORDED / "traces" / file).read_text(encoding="utf-8"))
     try:
         return difference(replay.replay(workload, plug), recorded)
     except Exception as error:
-        return grader.where(error, lesson)
+        return grader.where(error, *lessons)
 
 
 def difference(ours: dict, recorded: dict) -> str | None:
@@ -199,8 +196,8 @@ def difference(ours: dict, recorded: dict) -> str | None:
     for i, (a, b) in enumerate(zip(ours["steps"], recorded["steps"])):
         if a != b:
             keys = [key for key in {**b, **a} if a.get(key) != b.get(key)]
-            lines = [f"    {key}: yours {a.get(key)}; vLLM {b.get(key)}"[:300] for key in keys]
-            return "\n".join([f"step {i}", *lines])
+            lines = [f"    {key}: yours {a.get(key)}; vLLM {b.get(key)}"[:200] for key in keys]
+            return "\n".join([f"step {i}", *lines[:3]])
     if len(ours["steps"]) != len(recorded["steps"]):
         return f"yours takes {len(ours['steps'])} steps, vLLM {len(recorded['steps'])}"
     return None if ours["end"] == recorded["end"] else f"yours ends {ours['end']!r}, vLLM {recorded['end']!r}"

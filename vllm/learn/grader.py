@@ -192,9 +192,9 @@ def no_luck(context: Context) -> Iterator[None]:
         yield
 
 
-def where(error: Exception, lesson: str) -> str:
-    """An exception, and the line of the script that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem == lesson]
+def where(error: Exception, *lessons: str) -> str:
+    """An exception, and the line of a script that raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem in lessons]
     line = f" (in {frames[-1].name}: {frames[-1].line})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{line}"
 

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine import registry
 from engine.lora.files import SHIPPED
 from learn import starter, steps
+from learn.fits import FITS, as_it_is
 from learn.step import Step
 from learn.workbook import Workbook, given
 
@@ -80,6 +82,11 @@ def needs(parts: Sequence[Part]) -> dict[str, Any]:
             found |= {"enable_lora": True, "max_loras": len(ADAPTERS)}
             found["lora_modules"] = [f"{name}={SHIPPED / name}" for name in ADAPTERS]
     return found
+
+
+def of_the_lesson(part: Part) -> Any:
+    """The lesson's own object for the seam."""
+    return FITS.get(part.name, as_it_is)(getattr(registry.lesson(part.step.lesson), part.name))
 
 
 # --- Their files ------------------------------------------------------------------------------------------------------
