@@ -176,7 +176,7 @@ def conform(found: Sequence[Part], plug: Mapping[str, str]) -> None:
         wrong = {file: problem for file, problem in problems.items() if problem}
         common.say(
             f"{name}: {len(workloads) - len(wrong)} of {len(workloads)} recorded workloads are decided as vLLM decided "
-            f"them, {len(cached - wrong.keys())} of the {len(cached)} with a prefix cache. The lesson's own: {by_lesson}."
+            f"them, {len(cached - wrong.keys())} of the {len(cached)} with a prefix cache. The lesson's: {by_lesson}."
         )
         for file, problem in list(wrong.items())[:1]:
             common.say(f"The first that is not: {file.removesuffix('.json')}: {problem}")
