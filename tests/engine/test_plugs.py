@@ -13,6 +13,8 @@ from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler
 from engine.engine_args import EngineArgs
 from engine.llm import LLM
+from engine.lora import files, lora_model
+from engine.lora.config import LoRARequest
 from engine.parallel import executors
 from engine.registry import fill
 from engine.request import SamplingParams
@@ -27,6 +29,7 @@ OWN = {
     "sampler": Sampler,
     "rejection": fill("rejection"),
     "drafter": lambda config, model: NgramDrafter(2, 4),
+    "lora": fill("lora"),
 }
 
 MINE = """
@@ -75,6 +78,11 @@ def rejection(*rows):
     return registry.fill("rejection")(*rows)
 
 
+def lora(*rows):
+    called.append("lora")
+    return registry.fill("lora")(*rows)
+
+
 class Sevens:
     needs_hidden = False
 
@@ -102,11 +110,19 @@ def tokenizer(real_model):
     return real_model[1]
 
 
-def answers(tiny_model, tokenizer, **arguments):
+def answers(tiny_model, tokenizer, adapter=None, **arguments):
     llm = LLM(tiny_model, tokenizer=tokenizer, max_model_len=64, max_num_seqs=4, **arguments)
     prompts = [[1, 2, 3, 4, 5], [9, 8, 7], [7, 7, 7, 7]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)], llm
+    found = llm.generate(prompts, params, lora_request=[adapter, None, None] if adapter else None)
+    return [output.outputs[0].token_ids for output in found], llm
+
+
+@pytest.fixture
+def adapter(tiny_model, tmp_path):
+    """A random one, as a caller names it."""
+    files.write_adapter(lora_model.random_adapter(tiny_model.config, 4, seed=1), tmp_path / "own", 4)
+    return LoRARequest("own", 1, str(tmp_path / "own"))
 
 
 PARTS = {
@@ -116,6 +132,7 @@ PARTS = {
     "sampler": "Watched",
     "rejection": "rejection",
     "drafter": "Sevens",
+    "lora": "lora",
 }
 
 
@@ -124,12 +141,13 @@ def test_every_seam_is_tried():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_from_a_file_is_used_and_writes_the_same(name, mine, tiny_model, tokenizer):
-    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    drafts = drafts if name in ("rejection", "drafter") else {}
-    plain, _ = answers(tiny_model, tokenizer, **drafts)
+def test_a_part_from_a_file_is_used_and_writes_the_same(name, mine, tiny_model, tokenizer, adapter):
+    more = {"adapter": adapter, "enable_lora": True} if name == "lora" else {}
+    if name in ("rejection", "drafter"):
+        more = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    plain, _ = answers(tiny_model, tokenizer, **more)
     plug = {name: f"{mine}:{PARTS[name]}"}
-    found, llm = answers(tiny_model, tokenizer, plug=plug, **drafts)
+    found, llm = answers(tiny_model, tokenizer, plug=plug, **more)
     assert found == plain and plugs.module_of(mine).called.count(name) >= 1
     if name == "block_pool":
         assert llm.llm_engine.core.scheduler.kv_cache_manager.block_pool.num_free_blocks > 0
@@ -155,7 +173,7 @@ def test_the_engines_own_parts_fit_their_seams():
     drafts = {"method": "ngram"}
     for name, own in OWN.items():
         assert plugs.difference(own, plugs.SEAMS[name]) is None
-    assert plugs.read(EngineArgs(plug=OWN, speculative_config=drafts).plug) == OWN, "read twice"
+    assert plugs.read(EngineArgs(plug=OWN, speculative_config=drafts, enable_lora=True).plug) == OWN, "read twice"
     assert plugs.read(None) == {}
 
 
@@ -175,6 +193,7 @@ WRONG = {
         "plug scheduler: More.schedule(budget): the seam calls it with ()",
     "rejection=wrong.py:rule": "plug rejection: rule(scores, drafts): the seam calls it with (scores, draft_token_ids",
     "drafter=wrong.py:Drafter": "plug drafter: Drafter has no method forget(request_id)",
+    "lora=wrong.py:add": "plug lora: add(y, x): the seam calls it with (y, x, memory, layer, kind, meta)",
 }  # fmt: skip
 
 
@@ -199,6 +218,8 @@ def test_what_does_not_fit_is_one_line(text, mine, tmp_path, monkeypatch):
             def schedule(self, budget): pass
 
         def rule(scores, drafts): pass
+
+        def add(y, x): pass
 
         class Drafter:
             def __init__(self, config, model): pass
@@ -253,6 +274,7 @@ def test_every_method_of_a_seam_is_looked_for(seam):
         ("attention", {"kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
         ("drafter", {}, "needs --speculative-config"),
         ("rejection", {}, "needs --speculative-config"),
+        ("lora", {}, "needs --enable-lora"),
     ],
 )
 def test_a_part_that_nobody_would_ask_is_refused(name, more, why):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import common
 
 import dataclasses
+import faulthandler
+import functools
 import importlib.util
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from engine import registry
 from learn import grader, starter, steps
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="wrong answers run in forked processes")
@@ -23,6 +25,7 @@ by_step = pytest.mark.parametrize("step", ALL, ids=lambda step: step.id)
 SEED = 7
 
 
+@functools.cache
 def wrong_answers(number: str) -> dict[str, list[tuple[str, str]]]:
     path = Path(__file__).parent / "wrong" / f"{steps.FILES[number]}.py"
     spec = importlib.util.spec_from_file_location(f"wrong.{path.stem}", path)
@@ -35,37 +38,44 @@ def script(step) -> str:
     return (common.HERE / f"{step.lesson}.py").read_text(encoding="utf-8")
 
 
-def starter_of(step) -> str:
-    return starter.with_holes(script(step), steps.of(step.id[:2]))
+@functools.cache
+def starter_of(number: str) -> str:
+    return starter.with_holes(script(steps.of(number)[0]), steps.of(number))
 
 
-def solved(step, change: tuple[str, str] | None = None) -> str:
-    """The starter, with this step's part as given, or with a change in it."""
-    text = starter.completed(starter_of(step), script(step), [step.cut])
-    if change is None:
-        return text
+def changed(step, change: tuple[str, str]) -> str:
+    """The lesson's own script with a change in this step's part."""
+    text = script(step)
     part = starter.source(text, step.cut) + "\n"
     assert change[0] in part, f"{step.id}: {change[0]!r} is not in {step.cut}"
     return text.replace(part, part.replace(*change))
 
 
-def verdict(step, text: str) -> grader.Verdict:
-    """In a forked child: a wrong kernel may read what is not there, and a wrong loop may never end."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(grader.LIMIT)
-            found = grader.grade(step, text, SEED, steps.of(step.id[:2]))
-            os.write(writing, json.dumps(dataclasses.asdict(found)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return grader.Verdict(**json.loads(told)) if told else grader.Verdict("broken", message="it crashed, or hung")
+def verdicts(step, texts: list[str]) -> list[grader.Verdict]:
+    """Of each text in turn, in forked children: a wrong kernel may read what is not there, and a wrong loop may never
+    end. One child goes on until it dies, and the next one goes on behind what killed it.
+    """
+    registry.lesson(step.lesson)  # children need not load it
+    found: list[grader.Verdict] = []
+    while len(found) < len(texts):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                faulthandler.disable()
+                for text in texts[len(found) :]:
+                    grader.begin()
+                    verdict = grader.grade(step, text, SEED, steps.of(step.id[:2]))
+                    os.write(writing, json.dumps(dataclasses.asdict(verdict)).encode() + b"\n")
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            found += [grader.Verdict(**json.loads(line)) for line in pipe]
+        os.waitpid(child, 0)
+        if len(found) < len(texts):
+            found.append(grader.Verdict("broken", message="it crashed, or hung"))
+    return found
 
 
 def test_no_two_steps_leave_out_the_same():
@@ -76,10 +86,18 @@ def test_no_two_steps_leave_out_the_same():
         assert [step.id for step in steps.of(number)] == [f"{number}.{i}" for i in range(1, len(cuts) + 1)]
 
 
+def test_a_child_that_dies_costs_one_verdict():
+    """Those behind it are graded as well."""
+    step, _ = steps.find("01.1")
+    crash = changed(step, ("return", "import os; os.kill(os.getpid(), 11); return"))
+    found = verdicts(step, [script(step), crash, script(step), crash])
+    assert [verdict.what for verdict in found] == ["passed", "broken", "passed", "broken"]
+
+
 @by_step
 def test_a_starter_is_open_and_says_what_to_do(step):
-    text = starter_of(step)
-    assert verdict(step, text).what == "open" and f"# {step.id}: " in text
+    text = starter_of(step.id[:2])
+    assert grader.grade(step, text, SEED, steps.of(step.id[:2])).what == "open" and f"# {step.id}: " in text
     compile(text, step.lesson, "exec")
 
 
@@ -88,9 +106,11 @@ def test_a_starter_is_open_and_says_what_to_do(step):
 def test_the_solution_passes_and_what_looks_right_does_not(step):
     if step.launches and not common.HAS_TRITON:
         pytest.skip("no Triton wheel on this platform")
-    done = verdict(step, solved(step))
-    assert done.what == "passed" and done.cases >= 3, done
     wrong = wrong_answers(step.id[:2])[step.id]
     assert len(wrong) >= 5
-    lets_pass = [change for change in wrong if verdict(step, solved(step, change)).what == "passed"]
-    assert lets_pass == []
+    alone = starter.completed(starter_of(step.id[:2]), script(step), [step.cut])  # all other steps are open
+    done, *others = verdicts(step, [alone, *(changed(step, change) for change in wrong)])
+    assert done.what == "passed" and done.cases >= 3, done
+    assert [
+        change for change, verdict in zip(wrong, others) if verdict.what not in ("wrong", "broken", "refused")
+    ] == []

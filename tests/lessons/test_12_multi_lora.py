@@ -1422,7 +1422,7 @@ def test_peft_computes_the_same(real_model):
     manager.attach(model, None)
     for slot, name in enumerate(names):
         manager.memory.write(slot, files.read_adapter(files.SHIPPED / name, model.config))
-    adapted = adapted_model(model, manager)
+    adapted = adapted_model(model, manager, lesson.add_lora)
 
     def ours(chosen):
         tokens = [t for i in chosen for t in prompts[i]]

@@ -188,6 +188,8 @@ class EngineArgs:
         for name in ("drafter", "rejection"):
             if name in self.plug and self.speculation is None:
                 raise common.InputError(f"plug {name}: needs --speculative-config, or nobody would ask it")
+        if "lora" in self.plug and not self.enable_lora:
+            raise common.InputError("plug lora: needs --enable-lora, or nobody would ask it")
 
     def _check_transfers(self) -> None:
         kv_transfer = self.kv_transfer

@@ -38,6 +38,7 @@ SEAMS = {
     "sampler": Seam((), seams.Sampler),
     "rejection": Seam(None, seams.RejectionRule),
     "drafter": Seam(("config", "model"), seams.Drafter),
+    "lora": Seam(None, seams.AddLoRA),
 }
 
 

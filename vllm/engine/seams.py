@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.attention.metadata import AttentionMetadata
+    from engine.lora.layers import LoRAKernelMeta
     from engine.model.llama import Llama
 
 # --- The model, and who runs it --------------------------------------------------------------------------------------
@@ -278,6 +279,16 @@ class Adapters(Protocol):
 
     def wait(self) -> None:
         """Until a reading is over, however it ends: for a step that has nothing else to do."""
+        ...
+
+
+class AddLoRA(Protocol):
+    """What adapters add to a linear layer (`vllm/lora/punica_wrapper/punica_gpu.py:add_lora_linear`)."""
+
+    def __call__(  # noqa: PLR0913  the layer's output and input, and where the weights of which rows are
+        self, y: torch.Tensor, x: torch.Tensor, memory: Any, layer: int, kind: str, meta: LoRAKernelMeta
+    ) -> torch.Tensor:
+        """y [T, out] + (x Aᵀ) Bᵀ, row by row with its own adapter's A and B; y may be changed. x [T, in]."""
         ...
 
 

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from engine import arguments
-from learn import grader, incidents, parts, starter, steps, tickets
+from learn import beside, grader, incidents, starter, steps, tickets
+from learn.prose import paragraph
 from learn.step import Step
 from learn.workbook import Workbook, given
 
@@ -29,7 +30,9 @@ EPILOG = """\
   learn run 02          run your script as it stands
   learn status          what has passed
   learn incident [7]    tickets from an engine with one fault in it, or none: find the cause, write a guard
-  learn serve|bench|conform [FLAGS]   the engine with all parts of yours that have passed
+  learn bench [SEAM …]  the engine with your parts that have passed, beside the given one: tokens and speed
+  learn conform         your pool and scheduler on what the real vLLM was recorded deciding
+  learn serve [SEAM …] [FLAGS]   a server with your parts; flags as those of `python -m vllm serve`
 """
 
 
@@ -52,8 +55,8 @@ def main(argv: Sequence[str], book: Workbook | None = None) -> None:
     """Raises InputError, and CheckFailed for a step that does not pass."""
     argv = list(argv)
     book = book or Workbook()
-    if argv and argv[0] in parts.COMMANDS:
-        parts.main(book, argv[0], argv[1:])
+    if argv and argv[0] in beside.COMMANDS:
+        beside.main(book, argv[0], argv[1:])
         return
     args = build_parser().parse_args(argv)
     if args.what in steps.FILES:
@@ -69,7 +72,7 @@ def main(argv: Sequence[str], book: Workbook | None = None) -> None:
     elif args.what == "status":
         status(book)
     else:
-        verbs = "check", "hint", "show", "reset", "run", "status", "incident", *parts.COMMANDS
+        verbs = "check", "hint", "show", "reset", "run", "status", "incident", *beside.COMMANDS
         raise common.InputError(f"learn {args.what}: must be one of {', '.join((*steps.FILES, *verbs))}")
 
 
@@ -78,14 +81,19 @@ def chosen(book: Workbook, name: str | None) -> Step:
     if name and "." in name:
         return steps.find(name)[0]
     if name is None:
-        begun = [(path.stat().st_mtime, n) for n in steps.FILES if (path := book.file(steps.of(n)[0].lesson)).is_file()]
-        if not begun:
+        name = latest(book)
+        if name is None:
             raise common.InputError("nothing is begun: `uv run python -m vllm learn 01`")
-        name = max(begun)[1]
     step = book.next_step(name)
     if step is None:
         raise common.InputError(f"all steps of lesson {name} have passed; `learn check {name}.1` grades one again")
     return step
+
+
+def latest(book: Workbook) -> str | None:
+    """The lesson whose script was written last."""
+    begun = [(path.stat().st_mtime, n) for n in steps.FILES if (path := book.file(steps.of(n)[0].lesson)).is_file()]
+    return max(begun)[1] if begun else None
 
 
 # --- The commands -----------------------------------------------------------------------------------------------------
@@ -107,7 +115,7 @@ def tell(step: Step, text: str) -> None:
     lines = text.splitlines()
     line = next((i + 1 for i, x in enumerate(lines) if starter.raising(step) in x), None)
     common.say(f"Step {step.id}, {step.title}: {step.cut}" + (f", line {line}" if line else ""))
-    common.say(step.task)
+    paragraph(step.task)
     common.say(f"Write it in place of `{starter.raising(step)}`, then: uv run python -m vllm learn check")
 
 
@@ -126,8 +134,9 @@ def check(book: Workbook, step: Step, seed: int | None) -> None:
         common.say(f"✓ all {verdict.cases} cases")
         after = book.next_step(step.id[:2])
         common.say(f"learn show {step.id}: the lesson's own, beside yours.")
-        if step.plug:
-            common.say(f"It fills the engine's seam {step.plug[0]!r} now: learn serve, learn bench, learn conform.")
+        if step.plugs:
+            seams = " and ".join(repr(seam) for seam, _ in step.plugs)
+            common.say(f"It fills the engine's seam {seams} now: learn bench, learn serve, learn conform.")
         common.say(f"Next: {after.id}, {after.title}." if after else "The lesson's last step: all of it is yours.")
         return
     entry["failures"] = entry.get("failures", 0) + 1
@@ -151,7 +160,7 @@ def check(book: Workbook, step: Step, seed: int | None) -> None:
 def hint(book: Workbook, step: Step) -> None:
     if not book.entry(step).get("failures") and not book.has_passed(step):
         raise common.InputError(f"learn hint {step.id}: try first; `learn check {step.id}` opens it")
-    common.say(step.hint)
+    paragraph(step.hint)
 
 
 def show(book: Workbook, step: Step) -> None:
@@ -180,15 +189,14 @@ def run(book: Workbook, number: str | None) -> None:
 
 def status(book: Workbook) -> None:
     """A bar for each lesson, what has changed since it was begun, and the next step."""
-    rows, passed, all_steps, following = [], 0, 0, None
+    rows, passed, all_steps = [], 0, 0
     for number in steps.FILES:
         mine = steps.of(number)
         done = [book.has_passed(step) for step in mine]
         begun = book.file(mine[0].lesson).is_file()
         passed, all_steps = passed + sum(done), all_steps + len(done)
-        bar = "".join("█" if x else "·" for x in done)
+        bar = "".join("█" if x else "·" for x in done).ljust(11)
         step = book.next_step(number)
-        following = following or (step if begun else None)
         rows.append(
             (mine[0].lesson, bar, f"{sum(done)} of {len(done)}", f"{step.id} {step.title}" if step and begun else "")
         )
@@ -200,7 +208,8 @@ def status(book: Workbook) -> None:
                 common.say(
                     f"{step.id}: the lesson's {step.cut} has changed since; learn reset {step.id} begins it anew."
                 )
-    if following:
+    number = latest(book)
+    if number and (following := book.next_step(number)):
         common.say(f"Next: {following.id}, {following.title}: uv run python -m vllm learn check {following.id}")
     elif passed == 0:
         common.say("Begin: uv run python -m vllm learn 01")

@@ -13,6 +13,7 @@ import common  # first: it settles the device before torch is used
 import ast
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from engine import registry
@@ -36,7 +38,10 @@ from learn import starter
 from learn.step import Context, Step
 from learn.steps import find
 
-LIMIT = 10  # seconds for all cases of a step
+LIMIT = 10  # seconds of a processor for all cases of a step
+WAIT = 60  # seconds by the clock, where others need the processor as well, or nobody computes
+TOO_LONG = [-getattr(signal, name) for name in ("SIGALRM", "SIGPROF") if hasattr(signal, name)]  # exit codes
+LONG = 200  # characters of a value that nobody reads where there is a picture
 
 # What no answer needs, and what would bring the given one back.
 NEVER = ("importlib", "runpy", "pkgutil", "inspect", "gc", "ctypes", "vllm", "learn", "tests", "subprocess", "pickle")
@@ -64,18 +69,27 @@ class Verdict:
 
 def cheats(text: str, given: str) -> str | None:
     """Why a file is no answer of one's own, or None: it imports what the script does not, or reads what is given."""
-    known = {ast.unparse(x) for x in ast.walk(starter.parsed(given)) if isinstance(x, ast.Import | ast.ImportFrom)}
+    known = imports(given)
     for node in ast.walk(starter.parsed(text)):
         if isinstance(node, ast.Import | ast.ImportFrom) and ast.unparse(node) not in known:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             for name in names:
                 if name.split(".")[0] not in STANDARD or name.split(".")[0] in NEVER:
                     return f"line {node.lineno}: `{ast.unparse(node)}` is not one of the script's own imports"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and f"{ast.unparse(node.func)}(" not in given:
-            return f"line {node.lineno}: {ast.unparse(node.func)}() is not needed here"
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in DOORS and ast.unparse(node) not in given:
-            return f"line {node.lineno}: {ast.unparse(node)} would bring the given part back"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in CALLS and f"{node.func.id}(" not in given:
+                return f"line {node.lineno}: {node.func.id}() is not needed here"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            door = f"{node.value.id}.{node.attr}"
+            if door in DOORS and door not in given:
+                return f"line {node.lineno}: {door} would bring the given part back"
     return None
+
+
+@functools.cache
+def imports(given: str) -> set[str]:
+    """All imports of a script, wherever they stand."""
+    return {ast.unparse(x) for x in ast.walk(starter.parsed(given)) if isinstance(x, ast.Import | ast.ImportFrom)}
 
 
 # --- The script that is graded ----------------------------------------------------------------------------------------
@@ -141,6 +155,10 @@ def asked(step: Step, mine: ModuleType, context: Context, seed: int) -> Verdict:
             return Verdict("broken", message=where(error, step.lesson), expected=shown(case.expected), **about)
         picture = case.picture(got, case.expected) if case.picture else ""
         about |= {"got": shown(got), "expected": shown(case.expected), "picture": picture}
+        if isinstance(got, torch.Tensor) and isinstance(case.expected, torch.Tensor):
+            about |= {"got": shown_beside(got, case.expected), "expected": shown_beside(case.expected, got)}
+        elif picture and len(about["expected"]) > LONG:  # which shows where they differ
+            about |= {"got": "", "expected": ""}
         if idle := [k.name for k, n in zip(kernels, before) if k.launches == n]:
             return Verdict("refused", message=f"{idle[0]} was not launched: the step is about that kernel", **about)
         if not context.intact():
@@ -174,9 +192,9 @@ def no_luck(context: Context) -> Iterator[None]:
         yield
 
 
-def where(error: Exception, lesson: str) -> str:
-    """An exception, and the line of the script that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem == lesson]
+def where(error: Exception, *lessons: str) -> str:
+    """An exception, and the line of a script that raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem in lessons]
     line = f" (in {frames[-1].name}: {frames[-1].line})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{line}"
 
@@ -199,6 +217,18 @@ def same(got: Any, expected: Any) -> bool:
     return type(got) is type(expected) and got == expected
 
 
+def shown_beside(x: torch.Tensor, other: torch.Tensor) -> str:
+    """Of a large tensor, the first row in which it is not the other one."""
+    if x.shape != other.shape or x.dim() < 2 or x.numel() <= 64:
+        return shown(x)
+    rows, others = x.reshape(-1, x.shape[-1]), other.reshape(-1, x.shape[-1])
+    for i, (a, b) in enumerate(zip(rows, others)):
+        if not same(a, b):
+            place = ", ".join(str(int(n)) for n in np.unravel_index(i, x.shape[:-1]))
+            return f"of {list(x.shape)} row [{place}]: {shown(a)}"
+    return shown(x)
+
+
 def shown(x: Any, most: int = 600) -> str:
     """A value as the reader sees it."""
     if isinstance(x, torch.Tensor):
@@ -218,11 +248,11 @@ def check(step: Step, file: Path, seed: int) -> Verdict:
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # cases are small, and others may need the machine
     try:
         done = subprocess.run(
-            command, cwd=common.ROOT, env=one_thread, capture_output=True, text=True, timeout=LIMIT + 20
+            command, cwd=common.ROOT, env=one_thread, capture_output=True, text=True, timeout=WAIT + 60
         )
     except subprocess.TimeoutExpired:
         return Verdict("broken", message=f"no answer after {time.monotonic() - start:.0f} s", seed=seed)
-    if done.returncode == -signal.SIGALRM:
+    if done.returncode in TOO_LONG:
         return Verdict("broken", message=f"it takes more than {LIMIT} s: a loop without an end?", seed=seed)
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
@@ -233,11 +263,19 @@ def check(step: Step, file: Path, seed: int) -> Verdict:
         return Verdict("broken", message=(done.stderr or done.stdout)[-600:].strip(), seed=seed)
 
 
+def begin() -> None:
+    """From now on this process has its time, and then ends: what imports have taken does not count."""
+    if hasattr(signal, "setitimer"):
+        for alarm in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(alarm, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT)
+        signal.alarm(WAIT)
+
+
 def main(argv: Sequence[str]) -> None:
     name, file, seed = argv
     step, steps = find(name)
-    if hasattr(signal, "alarm"):
-        signal.alarm(LIMIT)  # what imports have taken does not count
+    begin()
     verdict = grade(step, Path(file).read_text(encoding="utf-8"), int(seed), steps)
     print(json.dumps(dataclasses.asdict(verdict)))
 

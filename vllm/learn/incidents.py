@@ -24,6 +24,7 @@ from typing import Any
 
 from learn import tickets
 from learn.incident import Incident
+from learn.prose import paragraph
 
 NOT_IN_A_GUARD = {"open", "exec", "eval", "__import__", "inspect", "importlib", "learn", "sys", "dis", "linecache"}
 LIMIT = 60  # seconds of a guard, imports included
@@ -89,17 +90,17 @@ def state(book: Any, incident: Incident) -> str:
 
 def tell(incident: Incident) -> None:
     common.heading(f"Incident {incident.number}: {incident.title}")
-    common.say(incident.ticket.strip())
+    paragraph(incident.ticket)
     common.console().print()
     common.console().print(incident.evidence.strip("\n"))
-    common.heading("Where is it? One of these, or `none`: the engine does what it should")
+    common.heading("Where is it? One of these, in vllm/engine/, or `none`: the engine does what it should")
     by_file: dict[str, list[str]] = {}
     for place in functions(incident):
         file, _, function = place.partition(":")
         by_file.setdefault(file, []).append(function)
     for file, names in by_file.items():
-        common.say(f"{file}: {', '.join(names)}")
-    common.say(f"learn incident {incident.number} --cause FILE:FUNCTION")
+        paragraph(f"{file}: {', '.join(names)}")
+    common.say(f"As: uv run python -m vllm learn incident {incident.number} --cause {functions(incident)[0]}")
 
 
 def name(book: Any, incident: Incident, cause: str) -> None:
@@ -113,7 +114,7 @@ def name(book: Any, incident: Incident, cause: str) -> None:
         raise common.CheckFailed(f"incident {incident.number}: {cause} is not it")
     entry["cause"] = True
     common.say(f"✓ {cause}")
-    common.say(incident.why.strip())
+    paragraph(incident.why)
     if incident.source:
         common.say(f"After {incident.source}")
     if not incident.old:

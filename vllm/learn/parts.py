@@ -1,28 +1,97 @@
-"""The reader's parts in the engine: serve, bench and conform with everything that has passed.
+"""The reader's parts for the engine: which have passed, which go together, and the files that `--plug` names.
 
-Owns which part goes into which seam, and what is printed of it; called by the command line. It never grades a part, and
-changes nothing of the engine. vLLM: `--scheduler-cls`, and the plugins of `vllm/plugins/__init__.py`.
+Owns `my/plugged/`: scripts with the reader's text of every step that has passed, and the lesson's of the others. Called
+by `beside.py`. It never grades a part, and changes nothing of the engine. vLLM: `--scheduler-cls`, and the plugins of
+`vllm/plugins/__init__.py`.
 """
 
 from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
-import json
-import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from lab import replay
-from lab.workload_files import load_workload
-from learn import steps
-from learn.workbook import Workbook
+from engine import registry
+from engine.lora.files import SHIPPED
+from learn import starter, steps
+from learn.fits import FITS, as_it_is
+from learn.step import Step
+from learn.workbook import Workbook, given
 
-COMMANDS = ("serve", "bench", "conform")
-RECORDED = common.ROOT / "tests" / "golden" / "recorded"
+ADAPTERS = ("pirate", "json", "report")  # that come with the engine
+NO_PREFIXES = ("02", "04", "10")  # lessons whose pool, or scheduler, knows no prefix cache
+NOT_WITH_A_SCHEDULER = {"rejection": "drafts", "lora": "adapters"}  # of which a lesson's scheduler knows nothing
 
-FILE = '''"""Written by `learn {command}`: your parts, as the engine's seams ask for them."""
+
+@dataclass(frozen=True)
+class Part:
+    """An object of a lesson in a seam, and the step by which it became the reader's."""
+
+    seam: str
+    name: str
+    step: Step
+
+    @property
+    def lesson(self) -> str:
+        return self.step.id[:2]
+
+
+def passed(book: Workbook) -> list[Part]:
+    """One for each seam, of the last lesson that has one and whose step has passed. Raises InputError if none has."""
+    found = {}
+    for number in steps.FILES:
+        for step in steps.of(number):
+            if book.has_passed(step):
+                found |= {seam: Part(seam, name, step) for seam, name in step.plugs}
+    if not found:
+        first = next(step for number in steps.FILES for step in steps.of(number) if step.plugs)
+        raise common.InputError(f"none of your parts fills a seam of the engine yet: step {first.id} is the first")
+    return list(found.values())
+
+
+def chosen(parts: Sequence[Part], seams: Sequence[str]) -> list[Part]:
+    """Those in the seams that are named. Raises InputError for one that none of them fills, or two that do not go."""
+    by_seam = {part.seam: part for part in parts}
+    for seam in seams:
+        if seam not in by_seam:
+            raise common.InputError(f"seam {seam!r}: none of your parts is for it; there are {', '.join(by_seam)}")
+    if alone := sorted(NOT_WITH_A_SCHEDULER.keys() & set(seams) if "scheduler" in seams else ()):
+        what = NOT_WITH_A_SCHEDULER[alone[0]]
+        raise common.InputError(f"seams scheduler and {alone[0]}: a lesson's scheduler knows nothing of {what}")
+    return [by_seam[seam] for seam in seams]
+
+
+def together(parts: Sequence[Part]) -> list[Part]:
+    """All that one engine can have."""
+    if all(part.seam != "scheduler" for part in parts):
+        return list(parts)
+    return [part for part in parts if part.seam not in NOT_WITH_A_SCHEDULER]
+
+
+def needs(parts: Sequence[Part]) -> dict[str, Any]:
+    """Arguments of an engine in which all of these parts are asked, and none is asked what it does not know."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        if part.seam in ("block_pool", "scheduler") and part.lesson in NO_PREFIXES:
+            found["enable_prefix_caching"] = False
+        elif part.seam == "rejection":
+            found["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
+        elif part.seam == "lora":
+            found |= {"enable_lora": True, "max_loras": len(ADAPTERS)}
+            found["lora_modules"] = [f"{name}={SHIPPED / name}" for name in ADAPTERS]
+    return found
+
+
+def of_the_lesson(part: Part) -> Any:
+    """The lesson's own object for the seam."""
+    return FITS.get(part.name, as_it_is)(getattr(registry.lesson(part.step.lesson), part.name))
+
+
+# --- Their files ------------------------------------------------------------------------------------------------------
+
+FILE = '''"""Written by `learn`: your parts, as the engine's seams ask for them."""
 
 import sys
 
@@ -37,126 +106,33 @@ PARTS = {parts!r}
 def __getattr__(seam):
     if seam not in PARTS:
         raise AttributeError(seam)
-    return FITS.get(seam, as_it_is)(plugs.load(seam, PARTS[seam]))
+    file, name = PARTS[seam]
+    return FITS.get(name, as_it_is)(plugs.load(seam, f"{{file}}:{{name}}"))
 '''
 
 
-def passed_parts(book: Workbook) -> dict[str, str]:
-    """FILE.py:OBJECT by seam, of every step that has passed; a later lesson's takes the place of an earlier one's.
-
-    Raises InputError if there is none.
-    """
-    found = {}
-    for number in steps.FILES:
-        for step in steps.of(number):
-            if step.plug and book.has_passed(step):
-                found[step.plug[0]] = f"{book.file(step.lesson).absolute()}:{step.plug[1]}"
-    if not found:
-        first = next(step for number in steps.FILES for step in steps.of(number) if step.plug)
-        raise common.InputError(f"none of your parts fills a seam of the engine yet: {first.id} is the first that does")
-    return found
+def write(book: Workbook, parts: Sequence[Part]) -> dict[str, str]:
+    """Write `my/plugged/`. Returns FILE.py:OBJECT of each part by its seam, as `--plug` asks. Raises InputError."""
+    folder = book.folder / "plugged"
+    folder.mkdir(exist_ok=True)
+    files = {}
+    for part in parts:
+        path = folder / f"{part.step.lesson}.py"
+        path.write_text(with_what_has_passed(book, part.lesson), encoding="utf-8")
+        files[part.seam] = str(path.absolute()), part.name
+    path = folder / "parts.py"
+    path.write_text(FILE.format(here=str(common.HERE), parts=files), encoding="utf-8")
+    return {part.seam: f"{path.absolute()}:{part.seam}" for part in parts}
 
 
-def main(book: Workbook, command: str, flags: Sequence[str]) -> None:
-    """Raises InputError."""
-    found = passed_parts(book)
-    for seam, target in found.items():
-        file, _, name = target.rpartition(":")
-        common.say(f"{seam:11} my/{Path(file).name}:{name}")
-    path = book.folder / "plugged.py"
-    path.write_text(FILE.format(command=command, here=str(common.HERE), parts=found), encoding="utf-8")
-    plug = {seam: f"{path.absolute()}:{seam}" for seam in found}
-    if command == "serve":
-        serve(plug, flags)
-    elif flags:
-        raise common.InputError(f"learn {command}: takes no flags")
-    elif command == "bench":
-        bench(plug)
-    else:
-        conform(plug)
-
-
-def limits(plug: dict[str, str]) -> dict[str, Any]:
-    """What the parts of the first lessons do not know of: a prefix cache, the next step's scheduling ahead of time."""
-    simple = {"scheduler", "block_pool"} & plug.keys()
-    more: dict[str, Any] = {"enable_prefix_caching": False} if simple else {}
-    if "rejection" in plug:
-        more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
-    return more
-
-
-def serve(plug: dict[str, str], flags: Sequence[str]) -> None:
-    """`python -m vllm serve FLAGS`, with the reader's parts."""
-    from engine import arguments
-    from engine.serving.cli import add_serve_command
-
-    given = [word for seam, target in plug.items() for word in ("--plug", f"{seam}={target}")]
-    if not limits(plug).get("enable_prefix_caching", True):
-        given.append("--no-enable-prefix-caching")
-    if "rejection" in plug:
-        given += ["--speculative-config", json.dumps(limits(plug)["speculative_config"])]
-    parser = arguments.Parser(prog="python -m vllm learn")
-    add_serve_command(parser.add_subparsers(dest="command"))
-    args = parser.parse_args(["serve", *given, *flags])
-    args.run(args)
-
-
-# --- Beside the given engine ------------------------------------------------------------------------------------------
-
-PROMPTS = ("The capital of France is", "Once upon a time", "To make bread, you", "Three primary colors are")
-
-
-def bench(plug: dict[str, str]) -> None:
-    """The same prompts through both engines: are the tokens the same, and how fast is each? Raises CheckFailed."""
-    from engine.llm import LLM
-
-    more = limits(plug)
-    rates, tokens = [], []
-    for parts in ({}, plug):
-        llm = LLM(max_model_len=256, max_num_seqs=8, plug=parts or None, **more)
-        llm.generate(PROMPTS[:1], params(4))
-        start = time.perf_counter()
-        outputs = llm.generate([*PROMPTS, *PROMPTS], params(48))
-        seconds = time.perf_counter() - start
-        tokens.append([output.outputs[0].token_ids for output in outputs])
-        rates.append(sum(map(len, tokens[-1])) / seconds)
-    common.check_equal("the same tokens from both engines", *tokens[::-1])
-    common.say(f"the given engine {rates[0]:.0f} tokens/s, with your parts {rates[1]:.0f}: {rates[1] / rates[0]:.2f} ×")
-
-
-def params(max_tokens: int) -> Any:
-    from engine.request import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def conform(plug: dict[str, str]) -> None:
-    """How many of vLLM's recorded workloads are decided as vLLM did, step by step, and where the first differs."""
-    parts = {seam: target for seam, target in plug.items() if seam in ("scheduler", "block_pool")}
-    if not parts:
-        raise common.InputError("learn conform: compares schedulers and block pools; none of yours has passed yet")
-    same, first = 0, None
-    paths = sorted((RECORDED / "workloads").glob("*.json"))
-    for path in paths:
-        recorded = json.loads((RECORDED / "traces" / path.name).read_text(encoding="utf-8"))
-        try:
-            problem = difference(replay.replay(load_workload(path), parts), recorded)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        same += problem is None
-        first = first or (problem and f"{path.stem}: {problem}")
-    common.say(f"{same} of {len(paths)} recorded workloads are decided as vLLM decided them.")
-    if first:
-        common.say(f"The first that is not: {first}")
-
-
-def difference(ours: dict, recorded: dict) -> str | None:
-    """The first step that differs, side by side."""
-    for i, (a, b) in enumerate(zip(ours["steps"], recorded["steps"])):
-        if a != b:
-            keys = [key for key in {**b, **a} if a.get(key) != b.get(key)]
-            lines = [f"    {key}: yours {a.get(key)}; vLLM {b.get(key)}"[:300] for key in keys]
-            return "\n".join([f"step {i}", *lines])
-    if len(ours["steps"]) != len(recorded["steps"]):
-        return f"yours takes {len(ours['steps'])} steps, vLLM {len(recorded['steps'])}"
-    return None if ours["end"] == recorded["end"] else f"yours ends {ours['end']!r}, vLLM {recorded['end']!r}"
+def with_what_has_passed(book: Workbook, number: str) -> str:
+    """The reader's script, with the lesson's own part where a step has not passed. Raises InputError."""
+    lesson = steps.of(number)
+    others = [step.cut for step in lesson if not book.has_passed(step)]
+    text, file = book.text(lesson[0]), book.file(lesson[0].lesson).name
+    try:
+        return starter.completed(text, given(lesson[0]), others)
+    except SyntaxError as error:
+        raise common.InputError(f"{file}: line {error.lineno}: {error.msg}") from None
+    except starter.Missing as error:
+        raise common.InputError(f"{file}: there is no {error.args[0]} in it any more") from None

@@ -52,13 +52,18 @@ def tables(got: Any, expected: Any, block_size: int, num_tokens: int) -> str:
     return f"yours {table(got, block_size, num_tokens)}\nright {table(expected, block_size, num_tokens)}"
 
 
-def steps(got: Sequence[Any], expected: Sequence[Any], most: int = 8) -> str:
-    """Two schedules side by side, up to the first step that differs."""
+def steps(got: Sequence[Any], expected: Sequence[Any], most: int = 8, names: Sequence[str] = ()) -> str:
+    """Two schedules side by side, up to the first step that differs; of that, with the names of a row's fields, those
+    alone that differ."""
     lines = []
     for i, (a, b) in enumerate(zip(got, expected)):
-        lines.append(f"step {i:2}  {'=' if a == b else '≠'}  yours {a}   right {b}")
         if a != b:
+            fields = [(f"{name}: ", x, y) for name, x, y in zip(names, a, b) if x != y] or [("", a, b)]
+            lines += [
+                line for n, x, y in fields for line in (f"step {i:2} ≠  {n}yours {x}", f"           {n}right {y}")
+            ]
             break
+        lines.append(f"step {i:2} =  {a[0] if names else a}")
     else:
         if len(got) != len(expected):
             lines.append(f"yours ends after {len(got)} steps, the right one after {len(expected)}")

@@ -72,16 +72,22 @@ def is_open(text: str, step: Step) -> bool:
 
 def with_holes(text: str, steps: Iterable[Step]) -> str:
     """A script without the parts of these steps; signatures, docstrings, shapes and formulas stay."""
+    lines, found = text.splitlines(), []
     for step in steps:
-        lines = text.splitlines()
-        for first, last, indent, told in reversed(holes(text, step)):
+        for first, last, indent, told in holes(text, step):
             filling = [indent + raising(step)]
             if told:
                 about = textwrap.wrap(f"{step.id}: {step.task}", WIDTH - len(indent) - 2)
                 filling[:0] = [f"{indent}# {line}" for line in about]
-            lines[first:last] = filling
-        text = "\n".join(lines) + "\n"
-    return text
+            found.append((first, last, filling))
+    return replaced(lines, found)
+
+
+def replaced(lines: list[str], found: Iterable[tuple[int, int, list[str]]]) -> str:
+    """The text with other lines in place of [first, last), of places that do not overlap."""
+    for first, last, filling in sorted(found, reverse=True):
+        lines[first:last] = filling
+    return "\n".join(lines) + "\n"
 
 
 def holes(text: str, step: Step) -> list[tuple[int, int, str, bool]]:
@@ -128,12 +134,9 @@ def statements(text: str, node: Part, step: Step) -> tuple[int, int, str]:
 
 def completed(text: str, given: str, names: Iterable[str]) -> str:
     """The reader's text, with the given script's own lines in place of these parts. Raises Missing."""
-    for name in names:
-        first, last = lines_of(part(text, name))
-        lines = text.splitlines()
-        lines[first:last] = source(given, name).splitlines()
-        text = "\n".join(lines) + "\n"
-    return text
+    return replaced(
+        text.splitlines(), [(*lines_of(part(text, name)), source(given, name).splitlines()) for name in names]
+    )
 
 
 def silenced(text: str, names: Iterable[str], say: str) -> str:

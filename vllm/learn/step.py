@@ -80,7 +80,7 @@ class Step:
     last: str = ""  # …to the one that begins so; without it, the one alone
     launches: tuple[str, ...] = ()  # kernels that each case has to launch; they run in the interpreter without a GPU
     forbidden: tuple[str, ...] = ()  # functions of the script that answer nothing while it is graded: its references
-    plug: tuple[str, str] | None = None  # the engine's seam and the object of the script that fills it, once it passes
+    plugs: tuple[tuple[str, str], ...] = ()  # (seam of the engine, object of the script that fills it once this passes)
 
 
 def outcome(run: Callable[[], Any]) -> Any:

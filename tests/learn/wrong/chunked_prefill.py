@@ -73,6 +73,7 @@ WRONG = {
         (" * scale  # [BLOCK_M", "  # [BLOCK_M"),
     ],
     "10.6": [
+        (", block_tables=manager.req_to_blocks", ""),
         ("request.num_computed_tokens, cap, token_budget)", "request.num_computed_tokens, token_budget)"),
         ("request.num_computed_tokens, cap, token_budget)", "request.num_computed_tokens, cap)"),
         ("            if num_new_tokens == 0:\n                continue\n", ""),

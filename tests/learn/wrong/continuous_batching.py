@@ -76,6 +76,7 @@ WRONG = {
         ),
     ],
     "04.7": [
+        (", block_tables=manager.req_to_blocks", ""),
         ("num_new_tokens > token_budget or not self._fits(request)", "not self._fits(request)"),
         ("num_new_tokens > token_budget or not self._fits(request)", "num_new_tokens > token_budget"),
         ("                break\n", "                self.waiting.pop_request()\n"),

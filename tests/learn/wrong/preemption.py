@@ -89,6 +89,7 @@ WRONG = {
         ("            self.swapped[victim.request_id] = cpu_blocks, computed\n", ""),
     ],
     "11.8": [
+        (", block_tables=manager.req_to_blocks", ""),
         ("in tuple(self.running)", "in self.running"),
         (
             "            if request.status is not RequestStatus.RUNNING:\n                continue  # 11: preempted a moment ago, for one in front of it\n",

@@ -1,7 +1,7 @@
 """The model's part: which rows of a step belong to which adapter, and a linear layer that adds what they ask for.
 
 Owns the grouping of rows and the wrapper around a layer; built by whoever makes a model runner, called by the model.
-It has no kernel: `add_lora` is lesson 12's, by the registry. It never chooses an adapter.
+It has no kernel: `add_lora` is given, lesson 12's by the registry. It never chooses an adapter.
 vLLM: `vllm/lora/layers/base_linear.py`, `vllm/lora/ops/triton_ops/lora_kernel_metadata.py`.
 """
 
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.lora.lora_model import layer_shapes
 from engine.model import llama
 from engine.request import Request
+from engine.seams import AddLoRA
 
 NONE = -1  # the slot of a row without an adapter
 
@@ -88,10 +88,14 @@ class LoRALinear:
     """A linear layer, and what the adapters of the batch add to it. The layer below may be packed or quantized."""
 
     def __init__(
-        self, base: Callable[[torch.Tensor], torch.Tensor], manager: ResidentAdapters, layer: int, kind: str
+        self,
+        base: Callable[[torch.Tensor], torch.Tensor],
+        manager: ResidentAdapters,
+        layer: int,
+        kind: str,
+        add_lora: AddLoRA,
     ) -> None:
-        self.add_lora = registry.fill("lora")
-        self.base, self.manager, self.index, self.kind = base, manager, layer, kind
+        self.base, self.manager, self.index, self.kind, self.add_lora = base, manager, layer, kind, add_lora
         self.weight = getattr(base, "weight", None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +103,7 @@ class LoRALinear:
         return y if meta is None else self.add_lora(y, x, self.manager.memory, self.index, self.kind, meta)
 
 
-def adapted_model(model: llama.Llama, manager: ResidentAdapters) -> llama.Llama:
+def adapted_model(model: llama.Llama, manager: ResidentAdapters, add_lora: AddLoRA) -> llama.Llama:
     """The model with a LoRALinear around every layer that an adapter may adapt; `model` itself is left alone."""
     new = copy.copy(model)
     new.linear = dict(model.linear)
@@ -109,9 +113,9 @@ def adapted_model(model: llama.Llama, manager: ResidentAdapters) -> llama.Llama:
             base: Any = model.linear[name]
             if hasattr(base, "local"):  # a rank of lesson 05c: its part joins the partial sums before they are added
                 new.linear[name] = part = copy.copy(base)
-                part.local = LoRALinear(base.local, manager, layer, kind)
+                part.local = LoRALinear(base.local, manager, layer, kind, add_lora)
             else:
-                new.linear[name] = LoRALinear(base, manager, layer, kind)
+                new.linear[name] = LoRALinear(base, manager, layer, kind, add_lora)
     return new
 
 

@@ -74,7 +74,8 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     if lora:
         lora.attach(model, cache)
         runner.adapters = AppliedAdapters(lora)
-        runner.model = adapted_model(model, lora)
+        add_lora = plugs.load("lora", config.plug.get("lora") or registry.fill("lora"))
+        runner.model = adapted_model(model, lora, add_lora)
     return runner
 
 

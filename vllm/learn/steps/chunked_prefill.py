@@ -41,6 +41,19 @@ def request(name: int | str, prompt: int, answer: int) -> Request:
     return Request(str(name), list(range(prompt)), SamplingParams(max_tokens=answer, ignore_eos=True))
 
 
+IN_A_STEP = (
+    "num_scheduled_tokens",
+    "scheduled_new_reqs",
+    "scheduled_running_reqs",
+    "finished_req_ids",
+    "block_tables",
+    "what each hears",
+    "running afterwards",
+    "how many wait",
+    "free blocks",
+)
+
+
 def life(module: ModuleType, arrivals: Sequence[Arrival], aborted: dict[int, str], **limits: Any) -> list:
     """Step by step: who computes how many tokens, what each is told, who runs, who waits, the blocks that are free."""
     scheduler, told = make(module, **limits), []
@@ -55,7 +68,7 @@ def life(module: ModuleType, arrivals: Sequence[Arrival], aborted: dict[int, str
                   for r in output.num_scheduled_tokens}  # fmt: skip
         new = [r.request_id for r in output.scheduled_new_reqs]
         old = [r.request_id for r in output.scheduled_running_reqs]
-        left = list(output.finished_req_ids)
+        left, tables = list(output.finished_req_ids), {r: list(output.block_tables.get(r, ())) for r in behind}
         if step in aborted:
             scheduler.finish_requests([aborted[step]], RequestStatus.FINISHED_ABORTED)
         sampled = {r: [7] for r, n in behind.items() if n == 0}
@@ -64,7 +77,9 @@ def life(module: ModuleType, arrivals: Sequence[Arrival], aborted: dict[int, str
         ]
         free = scheduler.kv_cache_manager.block_pool.num_free_blocks
         running = [r.request_id for r in scheduler.running]
-        told.append((output.num_scheduled_tokens, new, old, left, answers, running, len(scheduler.waiting), free))
+        told.append(
+            (output.num_scheduled_tokens, new, old, left, tables, answers, running, len(scheduler.waiting), free)
+        )
     return told
 
 
@@ -89,7 +104,7 @@ def lives(mine: ModuleType, given: ModuleType, context: Context, first: Sequence
             "answers, who runs, how many wait, free blocks",
             lambda: life(mine, arrivals, aborted, **limits),
             right,
-            lambda got, right: pictures.steps(got, right),
+            lambda got, right: pictures.steps(got, right, names=IN_A_STEP),
         )
 
 
@@ -291,7 +306,7 @@ STEPS = (
         attentions,
         launches=("unified_attention_kernel",),
         forbidden=("mixed_attention_reference",),
-        plug=("attention", "UnifiedAttention"),
+        plugs=(("attention", "UnifiedAttention"),),
     ),
     Step(
         "10.6",
@@ -300,8 +315,9 @@ STEPS = (
         "Scheduler.schedule",
         "choose who computes how many tokens: those that run, then the queue, within budget, cap, seats and blocks.",
         "Running: min(behind, cap, budget), nothing if that is 0. Waiting: the head only, cut to the budget if chunks "
-        "are allowed, and if it _fits. Each gets its blocks by allocate_slots, before its tokens count as computed.",
+        "are allowed, and if it _fits. Each gets its blocks by allocate_slots, before its tokens count as computed. "
+        "The output also has finished_req_ids, which begin anew then, and block_tables: the manager's req_to_blocks.",
         schedules,
-        plug=("scheduler", "Scheduler"),
+        plugs=(("scheduler", "Scheduler"),),
     ),
 )

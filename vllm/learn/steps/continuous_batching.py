@@ -171,6 +171,19 @@ def fitting(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
 
 Asked = tuple[int, int, int]  # when it comes, its prompt, how many tokens it writes
 
+IN_A_STEP = (
+    "num_scheduled_tokens",
+    "scheduled_new_reqs",
+    "block_tables",
+    "num_computed_tokens of each",
+    "status of those that run",
+    "scheduled_running_reqs",
+    "finished_req_ids",
+    "what each hears",
+    "running afterwards",
+    "free blocks",
+)
+
 
 def lives(scheduler: Any, asked: Sequence[Asked], aborts: dict[int, list[str]], stops: dict[str, int]) -> list:
     """Step by step: who is in it with how many tokens, who is new, who runs then, blocks in use, what each hears."""
@@ -184,7 +197,7 @@ def lives(scheduler: Any, asked: Sequence[Asked], aborts: dict[int, list[str]], 
         output = scheduler.schedule()
         admitted = [r.request_id for r in output.scheduled_new_reqs]
         in_step = dict(output.num_scheduled_tokens)
-        blocks = {name: list(scheduler.kv_cache_manager.req_to_blocks.get(name, ())) for name in in_step}
+        blocks = {name: list(output.block_tables.get(name, ())) for name in in_step}
         counted = [scheduler.requests[name].num_computed_tokens for name in in_step]
         marks = [r.status.name for r in scheduler.running], [r.request_id for r in output.scheduled_running_reqs]
         forgotten = list(output.finished_req_ids)
@@ -206,7 +219,7 @@ def short(steps: Sequence[Any]) -> list:
 def side_by_side(got: Any, right: Any) -> str:
     if not isinstance(got, list) or short(got) != short(right):
         return pictures.steps(short(got), short(right)) if isinstance(got, list) else ""
-    return pictures.steps(got, right)
+    return pictures.steps(got, right, names=IN_A_STEP)
 
 
 def some_days(rng: random.Random, count: int) -> list[tuple[int, int, int, list[Asked]]]:
@@ -323,8 +336,9 @@ STEPS = (
         "computed. A static scheduler admits only when nobody runs.",
         "Three parts: those in self.running, in order; the queue with peek_request, _fits and pop_request; then "
         "num_computed_tokens of everybody in output.num_scheduled_tokens. Each grant needs allocate_slots, an entry in "
-        "the output and a smaller budget; who is admitted needs a place in self.running and a new status, too.",
+        "the output and a smaller budget; who is admitted needs a place in self.running and a new status, too. The "
+        "output also has finished_req_ids, which begin anew then, and block_tables: the manager's req_to_blocks.",
         schedules([{}, {"static": True}, {"policy": "priority"}], ends=True),
-        plug=("scheduler", "Scheduler"),
+        plugs=(("scheduler", "Scheduler"),),
     ),
 )

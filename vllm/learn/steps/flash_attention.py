@@ -74,7 +74,7 @@ def one_pass(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[
 
         def states(module: ModuleType, rescale: bool) -> list[tuple]:
             *batch, M, D = *s.shape[:-1], v.shape[-1]
-            found = [(torch.full((*batch, M), -math.inf), torch.zeros(*batch, M), torch.zeros(*batch, M, D))]
+            found = [(s.new_full((*batch, M), -math.inf), s.new_zeros(*batch, M), s.new_zeros(*batch, M, D))]
             for tile in tiles:
                 found.append(module.fold(*found[-1], *tile, rescale))
             return found[1:]

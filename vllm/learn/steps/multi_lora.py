@@ -138,8 +138,9 @@ def queues(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
 
 
 def batched(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
-    """On the CPU's path, in slots: equal to row by row."""
-    model = llama.random_model(context.rng.randrange(1 << 16), hidden_size=16, intermediate_size=24)
+    """On the CPU's path, wherever we are; in slots: equal to row by row."""
+    cpu = torch.device("cpu")
+    model = llama.random_model(context.rng.randrange(1 << 16), device=cpu, hidden_size=16, intermediate_size=24)
     memory, targets = SlotMemory(model, 3, 6), [("k_proj",), lora_model.TARGETS, ("q_proj", "v_proj", "down_proj")]
     loras: list[LoRAModel] = []
     for slot, (rank, on) in enumerate(zip((2, 4, 6), targets)):
@@ -154,8 +155,8 @@ def batched(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
         ("qkv_proj", [*mixed, 2]),
     ]:
         shape = memory.shapes[kind]
-        x, y = context.randn(len(slots), shape.in_features), context.randn(len(slots), sum(shape.slices))
-        meta = LoRAKernelMeta.build(slots, model.device)
+        x, y = (context.randn(len(slots), width).to(cpu) for width in (shape.in_features, sum(shape.slices)))
+        meta = LoRAKernelMeta.build(slots, cpu)
         of_row: list[Any] = [None if s == NONE else loras[s].weights.get(f"layers.1.{kind}") for s in slots]
         yield Case(
             f"{kind}, rows of adapters {slots} (−1: none)",
@@ -270,6 +271,7 @@ STEPS = (
         batched,
         first="for slot, start, stop",
         forbidden=REFERENCES,
+        plugs=(("lora", "add_lora"),),
     ),
     Step(
         "12.5",

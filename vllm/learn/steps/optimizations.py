@@ -426,6 +426,7 @@ STEPS = (
         "queue before you take new blocks from its front. Index only what has no key yet, up to the last full block "
         "of the tokens that will be computed.",
         days,
+        plugs=(("block_pool", "PrefixCache"),),
     ),
     Step(
         "05.7",

@@ -5,6 +5,7 @@ Owns their cases; called by the grader. It never grades.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -179,9 +180,12 @@ def copies(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
         )
 
 
-def decode_cases(splits: int) -> Callable:
+SHAPES = [([3], 4, 1, 1, 16), ([9, 0, 4], 4, 6, 2, 16), ([70, 129, 1], 16, 9, 3, 24)]
+
+
+def decode_cases(*some_splits: int) -> Callable:
     def cases(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
-        for lens, size, Hq, Hkv, D in [([3], 4, 1, 1, 16), ([9, 0, 4], 4, 6, 2, 16), ([70, 129, 1], 16, 9, 3, 24)]:
+        for splits, (lens, size, Hq, Hkv, D) in itertools.product(some_splits, SHAPES):
             cache, table = shuffled(context, lens, size, Hkv, D)
             q = context.randn(len(lens), Hq, D)
             cache[:, 0] = math.nan  # the null block: no answer may depend on it
@@ -233,7 +237,7 @@ STEPS = (
         "a new table with the same blocks and tokens; every block has one owner more.",
         "Copy the list, or the two tables grow together.",
         tables,
-        plug=("block_pool", "BlockPool"),
+        plugs=(("block_pool", "BlockPool"),),
     ),
     Step(
         "02.5",
@@ -260,13 +264,16 @@ STEPS = (
         LESSON,
         "Attention through a block table",
         "paged_decode_kernel",
-        "a program per (sequence, KV head, range of keys): online softmax over its range, blocks from the table.",
+        "a program per (sequence, KV head, range of keys): online softmax over its range, blocks from the table. It "
+        "writes the range's output and, if there are several, log Σ exp into lse: [B, Hq, SPLITS, D] and [B, Hq, "
+        "SPLITS]. Without any key: zeros, and −inf.",
         "Write it for a contiguous cache first: position p lies at p. Then replace p by block_table[p // BLOCK_SIZE] · "
-        "BLOCK_SIZE + p % BLOCK_SIZE, and mask values as well as scores: 0 · NaN is NaN.",
-        decode_cases(1),
+        "BLOCK_SIZE + p % BLOCK_SIZE, and mask values as well as scores: 0 · NaN is NaN. Where there was no key, ℓ is "
+        "0: divide by 1. `scale` belongs to exp, not to exp2.",
+        decode_cases(1, 4),
         launches=("paged_decode_kernel",),
         forbidden=("paged_decode_reference",),
-        plug=("attention", "PagedAttention"),
+        plugs=(("attention", "PagedAttention"),),
     ),
     Step(
         "02.8",

@@ -398,7 +398,8 @@ def lives(scheduler: Any, asked: Sequence[Asked], shared: int) -> list:
         planned = dict(output.num_scheduled_tokens)
         about = {
             **names,
-            "finished": list(output.finished_req_ids),
+            "finished_req_ids": list(output.finished_req_ids),
+            "block_tables": {name: list(output.block_tables.get(name, ())) for name in planned},
             **state(scheduler),
             "budget": scheduler.token_budget,
         }
@@ -562,8 +563,9 @@ STEPS = (
         "granted counts as computed.",
         "Walk over a copy of self.running, and pass over those that were preempted meanwhile. Set token_budget and "
         "long_prefill_cap first. Of `running`, whoever has 0 new tokens is passed over. _admit takes the blocks; a "
-        "request that comes back is `resumed`, not `new`, which its status says until you change it.",
+        "request that comes back is `resumed`, not `new`, which its status says until you change it. The output "
+        "also has finished_req_ids, which begin anew then, and block_tables: the manager's req_to_blocks.",
         schedules,
-        plug=("scheduler", "Scheduler"),
+        plugs=(("scheduler", "Scheduler"),),
     ),
 )

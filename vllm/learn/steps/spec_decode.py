@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from engine.request import SamplingParams
 from learn import pictures
@@ -29,9 +28,8 @@ def back_to_what_stood(mine: ModuleType, given: ModuleType, context: Context) ->
     rng = context.rng
     some = [(n := rng.randint(1, 9), rng.randint(0, n)) for _ in range(3)]
     for written, rejected in [(4, 2), (3, 0), (5, 5), *some]:
-        device = torch.device("cpu")
         config = SimpleNamespace(num_hidden_layers=1, head_dim=4)
-        model = SimpleNamespace(config=config, num_kv_heads=1, dtype=torch.float32, device=device)
+        model = SimpleNamespace(config=config, num_kv_heads=1, dtype=torch.float32, device=context.device)
         q, k, v = (context.randn(written + 1, 1, 4) for _ in range(3))
         stood = written - rejected
 
@@ -345,7 +343,8 @@ class Toy:
         self.computed.append(len(token_ids))
         v = (self.values[token_ids] * (1 + positions % 3)[:, None])[:, None]  # [T, 1, 16]
         seen = attend(0, torch.zeros_like(v), v, v)[:, 0] * (positions + 1).sqrt()[:, None]  # all count alike
-        return torch.cat((seen, F.one_hot((token_ids + 1) % 8, 8)), 1)
+        following = ((token_ids + 1) % 8)[:, None] == torch.arange(8, device=token_ids.device)
+        return torch.cat((seen, following.to(seen.dtype)), 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[:, :16] @ self.head + 20 * hidden[:, 16:]
@@ -455,7 +454,7 @@ STEPS = (
         "the residual is p. `draw_tokens(p, u.cpu().numpy())` draws, `most_probable` is the argmax.",
         the_rule,
         forbidden=("naive_round",),
-        plug=("rejection", "rejection_sample"),
+        plugs=(("rejection", "rejection_sample"), ("sampler", "sample_rows")),
     ),
     Step(
         "07.7",

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from learn.incident import Incident
-from learn.tickets import decisions, serving
+from learn.tickets import decisions, memory, serving
 
-ALL: tuple[Incident, ...] = (*decisions.TICKETS, *serving.TICKETS)
+ALL: tuple[Incident, ...] = (*decisions.TICKETS, *serving.TICKETS, *memory.TICKETS)

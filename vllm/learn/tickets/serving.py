@@ -118,8 +118,9 @@ what frequency_penalty 0.2 takes away:
 The counts of a request's tokens live from step to step, and each step adds what is new. The place up to
 which tokens are counted was set to the number of new tokens instead of moved on by it: from the third token
 on, earlier ones were counted again and again. Presence and repetition penalties ask only whether a token
-occurred, so they hid it. vLLM counts output tokens anew from their ids (`get_token_bin_counts_and_mask`),
-which costs more and cannot drift.
+occurred, so they hid it. vLLM's first model runner counts anew from the ids
+(`get_token_bin_counts_and_mask`), which costs more and cannot drift; its second keeps `output_bin_counts`,
+as here.
 """,
         cause="sampling/sampler.py:SamplingState.count",
         old="self.num_counted += len(new)",
