@@ -40,6 +40,7 @@ from engine.serving.openai.request_bodies import BodyRoute, says_json
 from engine.serving.openai.responses import ResponsesAPI
 from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.serving import VERSION, OpenAIServing
+from engine.serving.openai.unknown_fields import UnknownFields
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)
@@ -200,10 +201,13 @@ class Routes:
         }
 
 
-def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> CORSMiddleware:
+def build_app(
+    serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False, strict_fields: bool = False
+) -> CORSMiddleware:
     """The application: routes, the gate in front of them, and who may ask from a page."""
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
+    app.state.unknown_fields = UnknownFields(strict_fields)
     app.exception_handler(RequestValidationError)(invalid)
     app.exception_handler(HTTPException)(http_error)
     for kind in (APIError, common.InputError, QueueOverflowError, EngineDeadError, Exception):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.request import SamplingParams
 from engine.serving.collector import RequestOutputCollector
+from engine.serving.openai.answers import AnswerReader
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
-from engine.serving.openai.tool_calls import ToolCallReader
 
 if TYPE_CHECKING:
     from engine.llm_engine import RequestOutput
@@ -34,9 +34,12 @@ class Job:
     text_offsets: dict[int, int] = field(default_factory=dict)  # where an answer's next token begins
     grammars: dict[int, Any] | None = None  # what each answer must match, as far as it has come (companion 06b)
     utf8: dict[int, Any] = field(default_factory=dict)  # decoders: what of a character is there already
+    tool_parser: str = "hermes"
+    reasoning_parser: str | None = None  # if its answers begin with thinking
 
     def __post_init__(self) -> None:  # what has been understood of each answer so far
-        self.readers = collections.defaultdict(functools.partial(ToolCallReader, self.body))
+        about = self.body, self.tool_parser, self.reasoning_parser
+        self.readers = collections.defaultdict(functools.partial(AnswerReader, *about))
 
     @property
     def wants_usage(self) -> bool:
