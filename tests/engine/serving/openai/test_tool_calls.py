@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.serving.openai.tool_calls import JSONEnd, ToolCallReader
+from engine.serving.openai.tool_calls import ToolCallReader
+from engine.serving.openai.tool_parsers.json_end import JSONEnd
 from support.scripted_api import NAMED, TOOLS, Calling, Letters, M, ask, read_events, serve
 from support.tool_calls import call_of, request
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.serving.openai.protocol import CommonRequest
-from engine.serving.openai.reasoning import ReasoningReader
+from engine.serving.openai.reasoning import ReasoningCounter, ReasoningReader
 from engine.serving.openai.tool_calls import ToolCallReader
 
 
@@ -19,6 +19,7 @@ class AnswerReader:
     def __init__(self, body: CommonRequest, tool_parser: str = "hermes", reasoning_parser: str | None = None) -> None:
         self.calls = ToolCallReader(body, tool_parser)
         self.reasoning = ReasoningReader(reasoning_parser) if reasoning_parser else None
+        self.thoughts = ReasoningCounter(reasoning_parser) if reasoning_parser else None
         self.tells = getattr(body, "include_reasoning", True)
 
     def read(self, text: str, final: bool) -> dict[str, Any]:

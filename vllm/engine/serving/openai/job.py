@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,22 @@ class Usage:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int | None = None  # of the completion; None where nobody would know
 
     def add_prompt(self, output: RequestOutput) -> None:
         self.prompt += len(output.prompt_token_ids)
         self.cached += output.num_cached_tokens
 
+    def add_answer(self, reader: AnswerReader, tokens: Sequence[bytes]) -> None:
+        """An answer's tokens, or those of a piece of it."""
+        self.completion += len(tokens)
+        if reader.thoughts:
+            self.reasoning = (self.reasoning or 0) + reader.thoughts.read(tokens)
+
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return {
+        told = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        return told | {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,

@@ -7,6 +7,8 @@ vLLM: `vllm/reasoning/deepseek_r1_reasoning_parser.py`, `vllm/parser/qwen3.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.serving.openai.tool_parsers.hermes import half_open
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -38,12 +40,29 @@ class ReasoningReader:
             before, tag, behind = self.unread.partition(OPEN)
             self.unread = behind if tag and not before.strip() else self.unread
             self.begun = True
-        found = [(at, end) for end in self.ends if (at := self.unread.find(end)) >= 0]
+        found = [at for end in self.ends if (at := self.unread.find(end)) >= 0]
         if not found:
             keep = 0 if final else max(half_open(self.unread, end) for end in self.ends)
             said, self.unread = self.unread[: len(self.unread) - keep], self.unread[len(self.unread) - keep :]
             return said, ""
-        at, end = min(found)
+        at = min(found)
         said, rest = self.unread[:at], self.unread[at:].removeprefix(CLOSE)
         self.unread, self.ended = "", True
         return said, rest
+
+
+class ReasoningCounter:
+    """How many of an answer's tokens came before the closing tag, which one of them may complete."""
+
+    def __init__(self, parser: str) -> None:
+        self.ends = [end.encode() for end in ENDS[parser]]
+        self.tail, self.ended = b"", False
+
+    def read(self, tokens: Iterable[bytes]) -> int:
+        """How many of these do."""
+        count = 0
+        for token in tokens:
+            said = self.tail + token
+            self.ended, self.tail = self.ended or any(end in said for end in self.ends), said[-16:]
+            count += not self.ended
+        return count

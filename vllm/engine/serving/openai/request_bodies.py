@@ -62,7 +62,8 @@ class BodyRoute(APIRoute):
 
 
 def read(kind: type[OpenAIModel], body: bytes, fields: UnknownFields | None = None) -> Any:
-    """A body as a model of this kind; `fields` says what becomes of those that it has not. Raises what FastAPI would raise, and InputError."""
+    """A body as a model of this kind; `fields` says what becomes of those that it has not. Raises what FastAPI would
+    raise, and InputError."""
     try:
         said = large_bodies.parse(body)
         if isinstance(said, dict):  # else FastAPI refuses it

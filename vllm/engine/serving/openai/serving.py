@@ -466,10 +466,11 @@ class OpenAIServing:
                 del call["index"]  # which call a piece belongs to: only streams say it
         return {"index": index, "delta" if job.body.stream else "message": message} | content
 
-    def role_of(self, body: CommonRequest) -> str:
+    def role_of(self, body: CompletionRequest | ChatCompletionRequest) -> str:
         """Who answers: --response-role, or whoever's message goes on."""
-        goes_on = isinstance(body, ChatCompletionRequest) and not body.add_generation_prompt
-        return body.messages[-1].role if goes_on else self.response_role
+        if isinstance(body, ChatCompletionRequest) and not body.add_generation_prompt:
+            return body.messages[-1].role
+        return self.response_role
 
     def envelope(
         self, job: Job, choices: list[dict], usage: dict | None = None, first: RequestOutput | None = None
@@ -501,11 +502,12 @@ class OpenAIServing:
             outputs = [await collector.get() for collector in job.collectors]
         finally:
             self.forget(job)
-        usage, choices = Usage(), []
+        usage, choices = Usage(reasoning=0 if self.reasoning_parser else None), []
         for i, output in enumerate(outputs):
             usage.add_prompt(output)
             for answer in output.outputs:
-                usage.completion += len(answer.token_ids)
+                reader = job.readers[i * job.params.n + answer.index]
+                usage.add_answer(reader, [self.token_bytes[t] for t in answer.token_ids])
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
         first = outputs[0] if isinstance(job.body, ChatCompletionRequest) else None
         found = self.envelope(job, choices, usage.as_dict(), first)
@@ -515,7 +517,7 @@ class OpenAIServing:
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
-        usage, seen, prompts, held = Usage(), set(), set(), {}
+        usage, seen, prompts, held = Usage(reasoning=0 if self.reasoning_parser else None), set(), set(), {}
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
         counted = options.include_usage and options.continuous_usage_stats
@@ -540,7 +542,7 @@ class OpenAIServing:
                         now = usage.as_dict() if counted else None
                         yield event(self.envelope(job, [self.choice(job, index, opening, first)], now, first))
                         first = None
-                    usage.completion += len(piece.token_ids)
+                    usage.add_answer(job.readers[index], [self.token_bytes[t] for t in piece.token_ids])
                     choice = self.choice(job, index, piece, first)
                     says = choice.get("text") or any(choice.get("delta", {}).values())
                     if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):

@@ -22,7 +22,9 @@ class Llama3JSONParser:
         self.block = ""  # and the object, behind what is text if it is no call
         self.behind = False  # after a call, `;` and blanks are no text
 
-    def read(self, text: str, final: bool) -> tuple[str, list[tuple[str, str]]]:
+    def read(  # noqa: C901  a branch for each thing that the next characters may be
+        self, text: str, final: bool
+    ) -> tuple[str, list[tuple[str, str]]]:
         """Text, and name and arguments of every call in the midst of it. `final`: no more will come."""
         content, calls, self.unread = "", [], self.unread + text
         while self.unread or (final and self.block):
