@@ -1,4 +1,4 @@
-"""OpenAI's coding agent on our server, as its users set it up: two turns, a command of its own, and a resumed session."""
+"""OpenAI's coding agent on our server, as its users set it up: two turns, a command, and a resumed session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def act(messages, tools):
     """A model that runs one command and then tells what came of it."""
     if messages[-1]["role"] == "user" and "list" in messages[-1]["content"]:
         arguments = {"cmd": "echo forty-$((1 + 1))"}
-        return f'I look.<tool_call>{json.dumps({"name": "exec_command", "arguments": arguments})}</tool_call>'
+        return f"I look.<tool_call>{json.dumps({'name': 'exec_command', 'arguments': arguments})}</tool_call>"
     return f"Heard: {messages[-1]['content'][-40:]}"
 
 

@@ -1,4 +1,4 @@
-"""Other people's clients, each in an environment of its own: installed once for a user, and skipped where nothing can be.
+"""Other people's clients, each in an environment of its own, installed once for a user; skipped where that fails.
 
 `npm("@openai/codex@0.171.0")` is a folder with that package and what it needs; `python("anthropic==2.14.0")` is the
 interpreter of an environment that has it. Both stay in the user's cache folder, under a name made of what they hold.

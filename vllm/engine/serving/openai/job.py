@@ -35,12 +35,10 @@ class Job:
     text_offsets: dict[int, int] = field(default_factory=dict)  # where an answer's next token begins
     grammars: dict[int, Any] | None = None  # what each answer must match, as far as it has come (companion 06b)
     utf8: dict[int, Any] = field(default_factory=dict)  # decoders: what of a character is there already
-    tool_parser: str = "hermes"
-    reasoning_parser: str | None = None  # if its answers begin with thinking
+    parsers: tuple[str, str | None] = "hermes", None  # of calls, and of thinking if its answers begin with that
 
     def __post_init__(self) -> None:  # what has been understood of each answer so far
-        about = self.body, self.tool_parser, self.reasoning_parser
-        self.readers = collections.defaultdict(functools.partial(AnswerReader, *about))
+        self.readers = collections.defaultdict(functools.partial(AnswerReader, self.body, *self.parsers))
 
     @property
     def wants_usage(self) -> bool:

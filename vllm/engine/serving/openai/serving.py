@@ -265,8 +265,8 @@ class OpenAIServing:
         kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
         name = kind + (name or body.request_id or "") if name or body.request_id else request_id
-        job = Job(name, model, body, params, [], grammars=grammars, tool_parser=self.tool_call_parser or "hermes")
-        job.reasoning_parser = self.reasoning_parser if thinks else None
+        parsers = self.tool_call_parser or "hermes", self.reasoning_parser if thinks else None
+        job = Job(name, model, body, params, [], grammars=grammars, parsers=parsers)
         about = {
             "priority": body.priority,
             "cache_salt": own_salt(owner, body.cache_salt) if body.cache_salt else None,
