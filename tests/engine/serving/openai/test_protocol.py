@@ -245,6 +245,12 @@ def test_fields_that_clients_send(shared, fields):
     assert heard.status == 200 and heard.json["choices"][0]["message"]["content"] == "Paris.", heard.text
 
 
+def test_no_name_is_the_models(shared):
+    """As in vLLM: some clients have a field for it, and leave it empty."""
+    for path, body in (("/v1/completions", P), ("/v1/chat/completions", M), ("/v1/responses", {"input": "x"})):
+        assert ask(shared[1], path, body | {"model": ""}).json["model"] == "smol"
+
+
 def test_best_of_all_of_them_is_all_of_them(shared):
     assert ask(shared[1], "/v1/completions", P | {"n": 2, "best_of": 2, "temperature": 1}).status == 200
 
