@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from engine.engine_args import REASONING_PARSERS
 from engine.serving.openai.answers import AnswerReader
 from engine.serving.openai.reasoning import ENDS, ReasoningCounter, ReasoningReader, is_open
-from support.scripted_api import CHAT, Calling, M, ask, read_events
+from engine.serving.openai.serving import OpenAIServing
+from support.scripted_api import CHAT, CITY, Calling, M, Total, ask, read_events
 from support.scripted_api import serve as scripted
-from support.scripted_server import Forced
+from support.scripted_server import Forced, TellingTokenizer
 from support.tool_calls import request
 
 CALL = '<tool_call>{"name": "f", "arguments": {"city": "Rome"}}</tool_call>'
@@ -129,6 +130,32 @@ def test_what_the_template_writes_counts_more_than_a_wish(behind, thinks):
     wish = {"reasoning_effort": "none" if thinks else "high"}
     message = ask(app, CHAT, {"messages": turns} | wish).json["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == (("Yes.", None) if thinks else (None, "Yes."))
+
+
+class ThinkingJSON(OpenAIServing):
+    """Served with --reasoning-parser deepseek_r1; guides are the real ones."""
+
+    reasoning_parser = "deepseek_r1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("city", "fits"), [("Rome", True), ("Bonn", False)])
+def test_a_form_is_the_answers_and_not_the_thoughts(stream, city, fits):
+    llm, total, tokenizer = Forced([f'<think>{{"city"?</think>{{"city": "{city}"}}']), Total(), TellingTokenizer()
+    tokenizer.config, tokenizer.backend = total.front.tokenizer.config, total.front.tokenizer.backend
+    llm.front = total.front
+    llm.front.tokenizer = tokenizer
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    heard = ask(scripted(llm, kind=ThinkingJSON)[1], CHAT, M | {"response_format": form, "stream": stream})
+    asked = llm.added[0][2].structured_outputs
+    assert asked["json"] == CITY and asked["reasoning_end"] == "</think>"
+    if not fits:
+        assert "left its grammar" in heard.text
+        return
+    choices = [e["choices"][0] for e in read_events(heard.text)[:-1]] if stream else heard.json["choices"]
+    said = [choice["delta" if stream else "message"] for choice in choices]
+    assert "".join(each.get("reasoning") or "" for each in said) == '{"city"?'
+    assert "".join(each.get("content") or "" for each in said) == '{"city": "Rome"}'
 
 
 def test_a_message_that_goes_on_keeps_its_role():

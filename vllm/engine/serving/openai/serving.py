@@ -308,11 +308,12 @@ class OpenAIServing:
                 params = await asyncio.to_thread(token_rules.update_from_tokenizer, params, self.tokenizer)
             prompts = await self.check_prompts(body, params)
         thinks = self.thinks(body, prompts[0]["prompt"])
-        if guide is None or params.structured_outputs is None:
+        if guide is None:
             return params, prompts, None, thinks
-        if thinks:
-            params.structured_outputs = params.structured_outputs | {REASONING_END: reasoning.CLOSE}
-        begin = functools.partial(start, params.structured_outputs, guide, await self.guide_queue.vocabulary())
+        begin = guide.start
+        if thinks:  # the grammar is about the answer alone
+            params.structured_outputs = (params.structured_outputs or {}) | {REASONING_END: reasoning.CLOSE}
+            begin = functools.partial(start, params.structured_outputs, guide, await self.guide_queue.vocabulary())
         return params, prompts, collections.defaultdict(begin), thinks
 
     def thinks(self, body: CompletionRequest | ChatCompletionRequest, prompt: str | None) -> bool:
