@@ -1,7 +1,7 @@
 """The Messages API: the same engine, asked as Anthropic's clients ask.
 
 Owns the form of an answer, a message with blocks in it, and the events by which it comes about; called by `app`, and
-calls `serving` with the chat that says the same. A whole answer is made by its own events, which are then not sent.
+calls `serving` with the chat that says the same. A whole answer is never made in another way than by its own events.
 vLLM: `vllm/entrypoints/anthropic/serving.py`.
 """
 

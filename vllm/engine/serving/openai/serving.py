@@ -467,6 +467,11 @@ class OpenAIServing:
                 del call["index"]  # which call a piece belongs to: only streams say it
         return {"index": index, "delta" if job.body.stream else "message": message} | content
 
+    def usage_of(self, job: Job) -> Usage:
+        """Nothing yet; thoughts are counted in chats, where there is a parser of them."""
+        counts = self.reasoning_parser and isinstance(job.body, ChatCompletionRequest)
+        return Usage(reasoning=0 if counts else None)
+
     def role_of(self, body: CompletionRequest | ChatCompletionRequest) -> str:
         """Who answers: --response-role, or whoever's message goes on."""
         if isinstance(body, ChatCompletionRequest) and not body.add_generation_prompt:
@@ -503,7 +508,7 @@ class OpenAIServing:
             outputs = [await collector.get() for collector in job.collectors]
         finally:
             self.forget(job)
-        usage, choices = Usage(reasoning=0 if self.reasoning_parser else None), []
+        usage, choices = self.usage_of(job), []
         for i, output in enumerate(outputs):
             usage.add_prompt(output)
             for answer in output.outputs:
@@ -518,7 +523,7 @@ class OpenAIServing:
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
-        usage, seen, prompts, held = Usage(reasoning=0 if self.reasoning_parser else None), set(), set(), {}
+        usage, seen, prompts, held = self.usage_of(job), set(), set(), {}
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
         counted = options.include_usage and options.continuous_usage_stats
