@@ -41,7 +41,9 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      *(({"enable_lora": True} | limits, name) for name, limits in (
          ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
          ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
-     ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+     ({"tool_call_parser": "magic"}, "must be one of hermes, llama3_json, pythonic"),
+     ({"reasoning_parser": "magic"}, "must be one of deepseek_r1, qwen3"),
+     ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
      ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1"),
      ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
      ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),

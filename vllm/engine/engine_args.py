@@ -61,9 +61,12 @@ AT_MOST = {
     "api_server_count": 64,
     "data_parallel_rpc_port": 65535,
 }
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "pythonic")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 OF_A_SERVER = {  # what an `LLM` does not have
     *("served_model_name", "trust_remote_code", "override_generation_config", "max_num_queued_reqs", "lora_modules"),
     *("gpu_memory_utilization", "chat_template", "enable_auto_tool_choice", "tool_call_parser", "kv_transfer_config"),
+    *("reasoning_parser", "response_role", "strict_fields"),
     *("engine_place", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank", "headless"),
     *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_routing", "api_server_count"),
 }
@@ -111,6 +114,9 @@ class EngineArgs:
     chat_template: str | None = None  # a file or the text; from __post_init__ on the text
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    response_role: str = "assistant"
+    strict_fields: bool = False
     kv_transfer_config: str | dict[str, Any] | None = None
     engine_place: str = "process"
     tensor_parallel_size: int = ParallelConfig.tensor_parallel_size
@@ -171,7 +177,9 @@ class EngineArgs:
             "attention_backend": ATTENTION_BACKENDS,
         }
         if self.tool_call_parser is not None:
-            allowed["tool_call_parser"] = ("hermes",)
+            allowed["tool_call_parser"] = TOOL_CALL_PARSERS
+        if self.reasoning_parser is not None:
+            allowed["reasoning_parser"] = REASONING_PARSERS
         if self.quantization is not None:
             allowed["quantization"] = (*METHODS, "compressed-tensors", "fp8")
         if self.kv_cache_dtype != "auto":

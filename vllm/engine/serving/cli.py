@@ -21,7 +21,7 @@ from typing import Any
 
 from engine import arguments, plugs
 from engine.config import POLICIES
-from engine.engine_args import DEFAULTS, PLACES, ROUTING, EngineArgs
+from engine.engine_args import DEFAULTS, PLACES, REASONING_PARSERS, ROUTING, TOOL_CALL_PARSERS, EngineArgs
 from engine.parallel.config import BACKENDS
 from engine.registry import ATTENTION_BACKENDS
 from engine.serving import sockets
@@ -94,7 +94,10 @@ def add_server_flags(add: Callable[..., Any]) -> None:
     )
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own; or its text")
     add("--enable-auto-tool-choice", action="store_true", help="the model may decide to call a tool")
-    add("--tool-call-parser", metavar="NAME", help="how it writes that down: hermes")
+    add("--tool-call-parser", metavar="NAME", help=f"how it writes that down: {', '.join(TOOL_CALL_PARSERS)}")
+    add("--reasoning-parser", metavar="NAME", help=f"<think> is no answer: {', '.join(REASONING_PARSERS)}")
+    add("--response-role", metavar="ROLE", help="whose message an answer is (default %(default)s)")
+    add("--strict-fields", action="store_true", help="refuse a field of a request that is not known here")
 
 
 def add_model_flags(add: Callable[..., Any]) -> None:

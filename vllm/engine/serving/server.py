@@ -76,7 +76,8 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     logger.describe(llm.ready)
     if defaults := llm.sampling_defaults.params:  # where a request says nothing, it is not OpenAI's defaults that count
         say(f"sampling defaults of the model: {json.dumps(defaults)} (--generation-config vllm: none)")
-    app = build_app(make_serving(llm, args), api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+    debug = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
+    app = build_app(make_serving(llm, args), api_keys, debug, args.strict_fields)
     server = make_http_server(app, int(shutdown_timeout) + 3)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -122,6 +123,7 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
         serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
     serving.has_kv_connector = args.kv_transfer is not None
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
+    serving.reasoning_parser, serving.response_role = args.reasoning_parser, args.response_role
     serving.root, serving.runtime_loras = args.model or str(folders.model_folder()), may_load_adapters(args)
     serving.system_fingerprint = system_fingerprint(args)
     return serving

@@ -23,6 +23,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineDeadError, QueueOverflowError
+from engine.serving.anthropic.messages import MessagesAPI
+from engine.serving.anthropic.protocol import CountTokensRequest, MessagesRequest
 from engine.serving.openai.disconnects import disconnected, unless
 from engine.serving.openai.errors import APIError, ErrorResponse, as_api_error
 from engine.serving.openai.gate import Gate
@@ -40,6 +42,7 @@ from engine.serving.openai.request_bodies import BodyRoute, says_json
 from engine.serving.openai.responses import ResponsesAPI
 from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.serving import VERSION, OpenAIServing
+from engine.serving.openai.unknown_fields import UnknownFields
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)
@@ -52,9 +55,9 @@ OF_DELETE: dict[int | str, dict[str, Any]] = {status: FAILURES[status] for statu
 # -- errors --
 
 
-def error_response(error: APIError) -> Response:
+def error_response(request: Request, error: APIError) -> Response:
     """An error as an answer."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return JSONResponse(error.told(request.url.path), error.status, error.headers)
 
 
 async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -62,7 +65,7 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
     first = max(error.errors(), key=lambda x: len(x["loc"]))  # of several kinds, the one that was meant most likely
     if first["type"] == "json_invalid":
         problem = first["ctx"]["error"].removesuffix(" at")  # "Unterminated string starting at"
-        return error_response(APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
+        return error_response(request, APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
     where = [str(part) for part in first["loc"][1:2]]
     where += [str(x) for x in first["loc"][2:] if not re.match(r"[A-Z]|str$|[\w-]+\[", str(x))]  # types: no fields
     text = first["msg"].removeprefix("Value error, ")
@@ -71,7 +74,7 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
     elif first["type"] != "string_unicode":  # which is about a field's name
         is_json = says_json(request)
         text = "the body must be one JSON object" if is_json else "Content-Type: must be application/json"
-    return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
+    return error_response(request, APIError(400, f"invalid request: {text}", where[0] if where else None))
 
 
 async def http_error(request: Request, error: HTTPException) -> Response:
@@ -82,12 +85,12 @@ async def http_error(request: Request, error: HTTPException) -> Response:
             "the body is not JSON that can be read: it must be UTF-8, not nested too deeply, without numbers "
             "of thousands of digits"
         )
-    return error_response(APIError(error.status_code, text, None, dict(error.headers or {})))
+    return error_response(request, APIError(error.status_code, text, None, dict(error.headers or {})))
 
 
 async def other_error(request: Request, error: Exception) -> Response:
     """Whatever else is raised."""
-    return error_response(as_api_error(error))
+    return error_response(request, as_api_error(error))
 
 
 # -- answers --
@@ -124,7 +127,7 @@ async def respond(body: Any, request: Request, api: Any) -> Response:
             return EventStream(api.stream(job), functools.partial(api.forget, job))
         found = job and await unless(gone, api.answer(job), lambda answer: None)
     except Exception as error:
-        return error_response(as_api_error(error, body))
+        return error_response(request, as_api_error(error, body))
     finally:
         gone.cancel()
     if found is None:
@@ -137,7 +140,7 @@ class Routes:
 
     def __init__(self, serving: OpenAIServing, num_owners: int) -> None:
         self.serving, self.llm = serving, serving.llm
-        self.responses = ResponsesAPI(serving, num_owners)
+        self.responses, self.messages = ResponsesAPI(serving, num_owners), MessagesAPI(serving)
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
         return await respond(body, request, self.serving)
@@ -147,6 +150,12 @@ class Routes:
 
     async def create_response(self, body: ResponsesRequest, request: Request) -> Response:
         return await respond(body, request, self.responses)
+
+    async def create_message(self, body: MessagesRequest, request: Request) -> Response:
+        return await respond(body, request, self.messages)
+
+    async def count_tokens(self, body: CountTokensRequest) -> dict[str, Any]:
+        return await self.messages.count_tokens(body)
 
     async def retrieve_response(self, response_id: str, request: Request, stream: bool = False) -> Response:
         found = self.responses.retrieve(response_id, owner_of(request), stream)
@@ -200,10 +209,13 @@ class Routes:
         }
 
 
-def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> CORSMiddleware:
+def build_app(
+    serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False, strict_fields: bool = False
+) -> CORSMiddleware:
     """The application: routes, the gate in front of them, and who may ask from a page."""
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
+    app.state.unknown_fields = UnknownFields(strict_fields)
     app.exception_handler(RequestValidationError)(invalid)
     app.exception_handler(HTTPException)(http_error)
     for kind in (APIError, common.InputError, QueueOverflowError, EngineDeadError, Exception):
@@ -212,6 +224,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     post, get = functools.partial(app.post, responses=OF_POST), functools.partial(app.get, responses=OF_GET)
     post("/v1/chat/completions")(routes.create_chat_completion)
     post("/v1/completions")(routes.create_completion)
+    post("/v1/messages")(routes.create_message)
+    post("/v1/messages/count_tokens")(routes.count_tokens)
     post("/v1/responses")(routes.create_response)
     get("/v1/responses/{response_id}")(routes.retrieve_response)
     post("/v1/responses/{response_id}/cancel")(routes.cancel_response)

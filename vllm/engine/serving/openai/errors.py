@@ -1,4 +1,4 @@
-"""Every error in one shape, which is OpenAI's.
+"""Every error in one shape, which is OpenAI's; or Anthropic's, for its clients.
 
 Owns what a client is told about an exception: status, message, the field to blame; called wherever an answer ends
 badly. It never repeats more than a few lines of what the client sent.
@@ -54,6 +54,13 @@ class APIError(Exception):
         503: "ServiceUnavailableError",
     }
 
+    ANTHROPIC_TYPES: ClassVar = {
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        503: "overloaded_error",
+    }
+
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
@@ -67,6 +74,15 @@ class APIError(Exception):
     def body(self) -> dict[str, Any]:
         kind = self.TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
+
+    def for_anthropic(self) -> dict[str, Any]:
+        """The same in the shape that Anthropic's clients read, with the types that they know."""
+        kind = self.ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def told(self, path: str) -> dict[str, Any]:
+        """In the shape of the API that is asked at this path."""
+        return self.for_anthropic() if path.startswith("/v1/messages") else self.body()
 
 
 def as_api_error(error: Exception, body: Any = None) -> APIError:

@@ -32,10 +32,13 @@ class Gate:
             scope = {**scope, "path": "/" + scope["path"].partition("://")[2].partition("/")[2]}
         headers = dict(scope["headers"])
         if self.api_keys and scope["method"] != "OPTIONS" and scope["path"].startswith(self.PROTECTED):
-            owner = self.owner(headers.get(b"authorization", b""))
+            given = headers.get(b"authorization")
+            if given is None and b"x-api-key" in headers:  # as Anthropic's clients say it
+                given = b"Bearer " + headers[b"x-api-key"]
+            owner = self.owner(given or b"")
             if owner is None:
                 text = "Unauthorized: send the header Authorization: Bearer <api key>"
-                return await refuse(send, APIError(401, text, headers={"WWW-Authenticate": "Bearer"}))
+                return await refuse(send, APIError(401, text, headers={"WWW-Authenticate": "Bearer"}), scope["path"])
             scope = {**scope, "owner": owner}
         if {b"content-length", b"transfer-encoding"} <= headers.keys():  # a proxy may read the other
             error = APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
@@ -44,7 +47,8 @@ class Gate:
         if body is None:
             return None
         if len(body) > MAX_BODY_BYTES:
-            return await refuse(send, APIError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes"))
+            error = APIError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+            return await refuse(send, error, scope["path"])
         held = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
@@ -72,9 +76,9 @@ async def whole_body(receive: Any) -> bytes | None:
     return bytes(body)
 
 
-async def refuse(send: Any, error: APIError) -> None:
-    """Answer an ASGI request with the error, before any route has seen it."""
-    body = json.dumps(error.body()).encode()
+async def refuse(send: Any, error: APIError, path: str = "") -> None:
+    """Answer an ASGI request to this path with the error, before any route has seen it."""
+    body = json.dumps(error.told(path)).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})

@@ -29,13 +29,13 @@ from engine.llm import as_list
 from engine.request import SamplingParams, prompt_length_error
 from engine.sampling import token_rules
 from engine.sampling.guided.guide_queue import GuideQueue
-from engine.sampling.guided.structured_outputs import BROKEN
+from engine.sampling.guided.structured_outputs import BROKEN, REASONING_END, start
 from engine.sampling.guided.vocabulary import vocabulary_of
 from engine.sampling.sampler import Logprob
 from engine.sampling.token_rules import TokenizeParams
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import merge_outputs
-from engine.serving.openai import chat_template, tools
+from engine.serving.openai import chat_template, reasoning, tools
 from engine.serving.openai.errors import APIError, as_api_error
 from engine.serving.openai.events import event, merged
 from engine.serving.openai.job import Job, Usage
@@ -69,8 +69,10 @@ class OpenAIServing:
     system_fingerprint: str | None = None  # another one says: the same seed may now bring another answer
     runtime_loras = False  # may clients load and unload adapters?
     has_kv_connector = False  # does anybody read kv_transfer_params? (lesson 08)
-    tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
+    tool_call_parser: str | None = None  # how the model writes a call of its own accord
     enable_auto_tool_choice = False
+    reasoning_parser: str | None = None  # how it marks what it thinks before it answers
+    response_role = "assistant"
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
@@ -95,7 +97,7 @@ class OpenAIServing:
 
     def check_model(self, name: str | None) -> str:
         known = [*self.names, *self.loras]
-        if name is not None and name not in known:
+        if name and name not in known:  # as in vLLM, "" is no name
             raise APIError(404, f"The model `{name}` does not exist; this server has: {', '.join(known)}", "model")
         return name or self.names[0]
 
@@ -252,7 +254,7 @@ class OpenAIServing:
             attach_params(params, body.kv_transfer_params)
         wanted = self.num_prompts(body, params.n) * params.n
         try:
-            params, prompts, grammars = await self.prepare(body, params, wanted)
+            params, prompts, grammars, thinks = await self.prepare(body, params, wanted)
             if self.loras.get(model) != lora:
                 raise APIError(404, f"The model `{model}` was unloaded or replaced while the request was read", "model")
             llm.admission.check(llm.num_unfinished, wanted)  # from here to the engine without an await
@@ -263,7 +265,8 @@ class OpenAIServing:
         kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
         name = kind + (name or body.request_id or "") if name or body.request_id else request_id
-        job = Job(name, model, body, params, [], grammars=grammars)
+        parsers = self.tool_call_parser or "hermes", self.reasoning_parser if thinks else None
+        job = Job(name, model, body, params, [], grammars=grammars, parsers=parsers)
         about = {
             "priority": body.priority,
             "cache_salt": own_salt(owner, body.cache_salt) if body.cache_salt else None,
@@ -292,20 +295,37 @@ class OpenAIServing:
 
     async def prepare(
         self, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams, wanted: int
-    ) -> tuple[SamplingParams, list[dict[str, Any]], Any]:
-        """What takes time: the guide of a constraint, and token ids. Parameters, prompts, and a guide for each answer.
-
-        Raises InputError, QueueOverflowError.
+    ) -> tuple[SamplingParams, list[dict[str, Any]], Any, bool]:
+        """What takes time: the guide of a constraint, and token ids. Parameters, prompts, a guide for each answer, and
+        whether an answer begins with thinking. Raises InputError, QueueOverflowError.
         """
         with contextlib.ExitStack() as places:
-            grammars = None
+            guide = None
             if found := await away(body.is_large, tools.structured_outputs, body):
                 field, params.structured_outputs = found
                 guide = await self.check_constraint(field, found[1], body, places, wanted)
-                grammars = guide and collections.defaultdict(guide.start)
             if params.bad_words:
                 params = await asyncio.to_thread(token_rules.update_from_tokenizer, params, self.tokenizer)
-            return params, await self.check_prompts(body, params), grammars
+            prompts = await self.check_prompts(body, params)
+        thinks = self.thinks(body, prompts[0]["prompt"])
+        if guide is None:
+            return params, prompts, None, thinks
+        begin = guide.start
+        if thinks:  # the grammar is about the answer alone
+            params.structured_outputs = (params.structured_outputs or {}) | {REASONING_END: reasoning.CLOSE}
+            begin = functools.partial(start, params.structured_outputs, guide, await self.guide_queue.vocabulary())
+        return params, prompts, collections.defaultdict(begin), thinks
+
+    def thinks(self, body: CompletionRequest | ChatCompletionRequest, prompt: str | None) -> bool:
+        """Whether an answer begins with thinking, as far as one can know: what the template has written behind the last
+        message says it, or else the client's wish."""
+        if self.reasoning_parser is None or not isinstance(body, ChatCompletionRequest):
+            return False
+        (last,) = chat_template.messages_for_template(body.messages[-1:])
+        behind = (prompt or "").rpartition(last["content"] or "\0")[2] if body.add_generation_prompt else prompt or ""
+        wishes = {"enable_thinking": body.reasoning_effort != "none"} | (body.chat_template_kwargs or {})
+        said = reasoning.is_open(behind)
+        return wishes["enable_thinking"] is not False if said is None else said
 
     async def check_prompts(
         self, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams
@@ -432,20 +452,31 @@ class OpenAIServing:
         content["token_ids"] = answer.token_ids if by_id else None
         if not chat:
             content["prompt_token_ids"] = first.prompt_token_ids if first and by_id else None
-            if first and job.body.prompt_logprobs is not None and not job.body.stream:
+            if first and job.params.prompt_logprobs is not None and not job.body.stream:  # echo asks for them, too
                 content["prompt_logprobs"] = scores(first)
             return {"index": index, "text": shown.text} | content
         reader = job.readers[index]
-        message = reader.read(answer.text, answer.finish_reason is not None)
-        if first:  # as in vLLM: who says nothing beside a call of their own has no content, else an empty one
-            nothing = None if reader.choice == "auto" and reader.count else ""
-            message = {"role": "assistant", "content": nothing} | message
-        if reader.count and reader.choice in ("auto", "required") and answer.finish_reason == "stop":
+        message, calls = reader.read(answer.text, answer.finish_reason is not None), reader.calls
+        if first:  # who says nothing beside a call or a thought has no content, else an empty one
+            nothing = None if not job.body.stream and (calls.count or reader.reasoning) else ""
+            message = {"role": self.role_of(job.body), "content": nothing} | message
+        if calls.count and calls.choice in ("auto", "required") and answer.finish_reason == "stop":
             content["finish_reason"] = "tool_calls"  # for a named function OpenAI says "stop"
         if not job.body.stream:
             for call in message.get("tool_calls", ()):
                 del call["index"]  # which call a piece belongs to: only streams say it
         return {"index": index, "delta" if job.body.stream else "message": message} | content
+
+    def usage_of(self, job: Job) -> Usage:
+        """Nothing yet; thoughts are counted in chats, where there is a parser of them."""
+        counts = self.reasoning_parser and isinstance(job.body, ChatCompletionRequest)
+        return Usage(reasoning=0 if counts else None)
+
+    def role_of(self, body: CompletionRequest | ChatCompletionRequest) -> str:
+        """Who answers: --response-role, or whoever's message goes on."""
+        if isinstance(body, ChatCompletionRequest) and not body.add_generation_prompt:
+            return body.messages[-1].role
+        return self.response_role
 
     def envelope(
         self, job: Job, choices: list[dict], usage: dict | None = None, first: RequestOutput | None = None
@@ -477,11 +508,12 @@ class OpenAIServing:
             outputs = [await collector.get() for collector in job.collectors]
         finally:
             self.forget(job)
-        usage, choices = Usage(), []
+        usage, choices = self.usage_of(job), []
         for i, output in enumerate(outputs):
             usage.add_prompt(output)
             for answer in output.outputs:
-                usage.completion += len(answer.token_ids)
+                reader = job.readers[i * job.params.n + answer.index]
+                usage.add_answer(reader, [self.token_bytes[t] for t in answer.token_ids])
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
         first = outputs[0] if isinstance(job.body, ChatCompletionRequest) else None
         found = self.envelope(job, choices, usage.as_dict(), first)
@@ -491,7 +523,7 @@ class OpenAIServing:
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
-        usage, seen, prompts, held = Usage(), set(), set(), {}
+        usage, seen, prompts, held = self.usage_of(job), set(), set(), {}
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
         counted = options.include_usage and options.continuous_usage_stats
@@ -516,7 +548,7 @@ class OpenAIServing:
                         now = usage.as_dict() if counted else None
                         yield event(self.envelope(job, [self.choice(job, index, opening, first)], now, first))
                         first = None
-                    usage.completion += len(piece.token_ids)
+                    usage.add_answer(job.readers[index], [self.token_bytes[t] for t in piece.token_ids])
                     choice = self.choice(job, index, piece, first)
                     says = choice.get("text") or any(choice.get("delta", {}).values())
                     if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
