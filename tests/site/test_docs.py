@@ -158,8 +158,8 @@ def test_head(page):
 
 SECTIONS = (
     "The question, and one number", "A bet", "The widget", "The mechanism", "The code, from top to bottom",
-    "The arithmetic", "What we measured", "How to break it", "Misconceptions", "Where it lives in vLLM today", "Exercises",
-    "What to read",
+    "The arithmetic", "What we measured", "How to break it", "Misconceptions", "Where it lives in vLLM today",
+    "Exercises", "What to read",
 )  # fmt: skip
 
 
