@@ -30,6 +30,7 @@ from engine.serving.collector import RequestOutputCollector
 from engine.serving.core_proc import Factory
 from engine.serving.front_end import FrontEnd
 from engine.serving.letters import Dead, EngineCoreOutputs, EngineCoreReady, EngineCoreRequestType, Reply
+from engine.serving.logger import logger
 
 
 class AsyncLLM:
@@ -37,6 +38,7 @@ class AsyncLLM:
 
     CHUNK = 128  # sequences detokenized before other tasks get a turn (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
     sampling_defaults = SamplingDefaults()
+    log_requests = False  # a line for each, without its prompt
 
     def __init__(
         self,
@@ -114,6 +116,9 @@ class AsyncLLM:
                 self.stat_logger.record_rejection(params.n)
             raise
         self.front.add_request(request_id, prompt, params, stream=stream, **about)
+        if self.log_requests:
+            adapter = about.get("lora_name")
+            logger.info("Received request %s: params: %.2000s, lora_request: %s.", request_id, params, adapter)
         collector = self.collectors[request_id] = RequestOutputCollector(request_id)
         return collector
 

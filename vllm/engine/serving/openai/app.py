@@ -37,9 +37,11 @@ from engine.serving.openai.protocol import (
     UnloadLoRAAdapterRequest,
 )
 from engine.serving.openai.request_bodies import BodyRoute, says_json
+from engine.serving.openai.request_ids import RequestIds
 from engine.serving.openai.responses import ResponsesAPI
 from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.serving import VERSION, OpenAIServing
+from engine.serving.openai.traffic import Traffic
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)
@@ -137,6 +139,7 @@ class Routes:
 
     def __init__(self, serving: OpenAIServing, num_owners: int) -> None:
         self.serving, self.llm = serving, serving.llm
+        self.traffic: Any = None  # once there is a way in
         self.responses = ResponsesAPI(serving, num_owners)
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
@@ -185,7 +188,13 @@ class Routes:
         return {"version": VERSION}
 
     async def metrics(self) -> Response:
-        return Response(self.llm.stat_logger.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """The engine's, and those of HTTP and of this process."""
+        found = self.llm.stat_logger.expose() if self.llm.stat_logger else b""
+        return Response(found + self.traffic.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def load(self) -> dict[str, int]:
+        """Requests inside that the engine works for; 0 without --enable-server-load-tracking."""
+        return {"server_load": self.traffic.load}
 
     async def engine_state(self) -> dict[str, Any]:
         """What is inside, for developers; the page of the API does not show it."""
@@ -200,7 +209,7 @@ class Routes:
         }
 
 
-def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> CORSMiddleware:
+def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> Any:
     """The application: routes, the gate in front of them, and who may ask from a page."""
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
     app.router.route_class = BodyRoute
@@ -228,17 +237,19 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(routes.health)
     get("/health")(routes.health)
     get("/version")(routes.version)
-    if serving.llm.stat_logger:
-        get("/metrics")(routes.metrics)
+    get("/metrics")(routes.metrics)
+    get("/load")(routes.load)
     if debug:  # VLLM_SERVER_DEV_MODE=1, as vLLM's own endpoints for developers
         app.get("/debug/engine", include_in_schema=False)(routes.engine_state)
 
     # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
     # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.
-    return CORSMiddleware(
+    cors = CORSMiddleware(
         Gate(app, api_keys),
         allow_origins=["*"],
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["Retry-After"],
+        expose_headers=["Retry-After", "X-Request-Id"],
     )
+    routes.traffic = Traffic(cors, app.router.routes, serving.frontend.enable_server_load_tracking)
+    return RequestIds(routes.traffic) if serving.frontend.enable_request_id_headers else routes.traffic
