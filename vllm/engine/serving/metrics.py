@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,7 @@ class PrometheusStatLogger:
             metric = kind(f"vllm:{name}", text, [*labels, *more], registry=self.registry, **options)
             return functools.partial(metric.labels, **labels) if more else metric.labels(**labels)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
             return make(Histogram, name, text, buckets=buckets)
 
         self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
@@ -129,17 +129,6 @@ class PrometheusStatLogger:
         self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
         self.tiers = make(Counter, "prompt_tokens_cached_by_source", "Prompt tokens found, by where.", "source")
         self.sleep_state = make(Gauge, "engine_sleep_state", "1: awake, or without weights and cache.", "sleep_state")
-        # What may happen says 0 before it has: only then does `increase()` see the first time.
-        for source in SOURCES:
-            self.sources(source=source)
-        for tier in TIERS:
-            self.tiers(source=tier)
-        for reason in FINISH_REASONS.values():
-            self.success(finished_reason=reason)
-        self.rejections(reason="max_num_queued_reqs")
-        self.record_sleep_state(None)
-        for reason in ("capacity", "deferred"):
-            self.waiting_by(reason=reason)
         self.connector = connector
         # A counter, and how far it has come: the engine says how many there were so far.
         self.drafts = [[x, 0] for x in draft_counters(functools.partial(make, Counter), num_speculative_tokens)]
@@ -178,6 +167,20 @@ class PrometheusStatLogger:
             registry=self.registry,
         )
         self.cache_config = functools.partial(config.labels, engine="0")
+        self._start_at_zero()
+
+    def _start_at_zero(self) -> None:
+        """What may happen says 0 before it has: only then does `increase()` see the first time."""
+        for source in SOURCES:
+            self.sources(source=source)
+        for tier in TIERS:
+            self.tiers(source=tier)
+        for reason in FINISH_REASONS.values():
+            self.success(finished_reason=reason)
+        for reason in ("capacity", "deferred"):
+            self.waiting_by(reason=reason)
+        self.rejections(reason="max_num_queued_reqs")
+        self.record_sleep_state(None)
 
     def describe(self, ready: EngineCoreReady) -> None:
         """What the engine said when it was up; routers read from it how many tokens fit (vLLM: `CacheConfig`)."""
