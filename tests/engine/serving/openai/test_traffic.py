@@ -37,7 +37,7 @@ GET = {"method": "GET"}
 
 def test_requests_are_counted_by_route_and_kind_of_status():
     app = app_of(keys=["key"])
-    auth = {"headers": {"Authorization": "Bearer key"}}
+    auth = {"headers": {"authorization": "Bearer key"}}
     *_, metrics = ask(app, (COMPLETION, P), (COMPLETION, P, auth), (COMPLETION, P, auth),
                       ("/v1/models/smol", None, GET | auth), ("/v1/responses/none", None, GET | auth),
                       ("/somewhere/else", None, GET), ("/health", None, GET), (COMPLETION, None, GET | auth),
@@ -90,8 +90,9 @@ def test_without_the_flag_the_load_is_0():
 
 
 def test_an_answer_has_the_name_of_its_request():
-    named, new, refused = ask(app_of(enable_request_id_headers=True), (COMPLETION, P, {"headers": {"X-Request-Id": "me"}}),
-                              ("/health", None, GET), (RESPONSE, {}))  # fmt: skip
+    mine = {"headers": {"x-request-id": "me"}}
+    app = app_of(enable_request_id_headers=True)
+    named, new, refused = ask(app, (COMPLETION, P, mine), ("/health", None, GET), (RESPONSE, {}))
     assert named.headers["x-request-id"] == "me" and named.json["id"] == "cmpl-me"
     assert len(new.headers["x-request-id"]) == len(refused.headers["x-request-id"]) == 32
     assert new.headers["x-request-id"] != refused.headers["x-request-id"]
