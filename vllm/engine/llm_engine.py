@@ -20,7 +20,7 @@ from engine.lora.manager import LoRAModelManager
 from engine.model import llama
 from engine.model.tokenizer import Tokenizer
 from engine.quantization.kv_codes import block_bytes
-from engine.request import SamplingParams
+from engine.request import PoolingParams, SamplingParams
 from engine.sampling.guided.guided_decoding import GuidedDecoding
 from engine.sampling.guided.structured_outputs import ending, validate
 
@@ -71,7 +71,7 @@ class LLMEngine(FrontEnd):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
         **about: Any,

@@ -22,7 +22,7 @@ from engine.errors import EngineDeadError, QueueOverflowError
 from engine.front_end import Prompt, RequestOutput
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
-from engine.request import SamplingParams
+from engine.request import PoolingParams, SamplingParams
 from engine.sampling.defaults import SamplingDefaults
 from engine.serving.admission import AdmissionControl
 from engine.serving.clients import CLIENTS
@@ -100,7 +100,13 @@ class AsyncLLM:
         return len(self.front.sequences)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False, **about: Any
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        stream: bool = False,
+        **about: Any,
     ) -> RequestOutputCollector:
         """Hand a request to the engine; its news come to the collector. Never waits.
 
@@ -109,11 +115,12 @@ class AsyncLLM:
         """
         if self.dead:
             raise self.dead
+        n = params.n if isinstance(params, SamplingParams) else 1
         try:
-            self.admission.check(self.num_unfinished, params.n)
+            self.admission.check(self.num_unfinished, n)
         except QueueOverflowError:
             if self.stat_logger:
-                self.stat_logger.record_rejection(params.n)
+                self.stat_logger.record_rejection(n)
             raise
         self.front.add_request(request_id, prompt, params, stream=stream, **about)
         if self.log_requests:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.output import EngineCoreOutput
 from engine.request import FINISH_REASONS
 from engine.serving.letters import Admission, EngineCoreOutputs, EngineCoreReady, SchedulerStats
 
@@ -199,21 +200,25 @@ class PrometheusStatLogger:
             if times := self.times.get((sequence.caller.request_id, sequence.index)):
                 times.preemptions += 1
         for output in letter.outputs:
-            sequence, n = sequences.get(output.request_id), len(output.new_token_ids)
-            times = sequence and self.times.get((sequence.caller.request_id, sequence.index))
-            if times is None or n == 0:
-                continue
-            self.generation_tokens.inc(n)
-            if times.tokens == 0:
-                times.first = now
-                self.ttft.observe(now - times.arrival)
-            else:
-                self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
-            times.last, times.tokens = now, times.tokens + n
-
+            if sequence := sequences.get(output.request_id):
+                self._record_output(output, self.times.get((sequence.caller.request_id, sequence.index)), now)
         if self.max_loras:
             ended = {output.request_id for output in letter.outputs if output.finish_reason}
             self._record_adapters([sequence for name, sequence in sequences.items() if name not in ended])
+
+    def _record_output(self, output: EngineCoreOutput, times: RequestTimes | None, now: float) -> None:
+        n = len(output.new_token_ids)
+        if times and output.pooling_output is not None:  # a prompt's vector is all of its answer
+            times.first = times.last = now
+        if times is None or n == 0:
+            return
+        self.generation_tokens.inc(n)
+        if times.tokens == 0:
+            times.first = now
+            self.ttft.observe(now - times.arrival)
+        else:
+            self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
+        times.last, times.tokens = now, times.tokens + n
 
     def _record_state(self, stats: SchedulerStats) -> None:
         self.running.set(stats.num_running_reqs)
@@ -268,7 +273,7 @@ class PrometheusStatLogger:
                 continue
             self.success(finished_reason=answer.finish_reason).inc()
             self.times_preempted.observe(times.preemptions)
-            if times.tokens == 0:  # an error before the first token: no time can be told
+            if times.last == 0:  # an error before the first token: no time can be told
                 continue
             self.e2e.observe(times.last - times.arrival)
             self.decode_time.observe(times.last - times.first)
