@@ -27,6 +27,7 @@ from engine.quantization.kv_codes import KV_CACHE_DTYPES
 from engine.quantization.methods import METHODS
 from engine.registry import ATTENTION_BACKENDS
 from engine.sampling.defaults import override_generation_config
+from engine.sampling.pooler import PoolerConfig
 from engine.spec_decode.drafters import SpeculativeConfig
 
 PLACES = ("process", "thread", "event-loop")
@@ -65,7 +66,16 @@ OF_A_SERVER = {  # what an `LLM` does not have
     *("served_model_name", "trust_remote_code", "override_generation_config", "max_num_queued_reqs", "lora_modules"),
     *("gpu_memory_utilization", "chat_template", "enable_auto_tool_choice", "tool_call_parser", "kv_transfer_config"),
     *("engine_place", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank", "headless"),
-    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_routing", "api_server_count"),
+    *(
+        "runner",
+        "convert",
+        "pooler_config",
+        "enable_sleep_mode",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "data_parallel_routing",
+        "api_server_count",
+    ),
 }
 
 
@@ -112,6 +122,10 @@ class EngineArgs:
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     kv_transfer_config: str | dict[str, Any] | None = None
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: str | dict[str, Any] | None = None
+    enable_sleep_mode: bool = False
     engine_place: str = "process"
     tensor_parallel_size: int = ParallelConfig.tensor_parallel_size
     pipeline_parallel_size: int = ParallelConfig.pipeline_parallel_size
@@ -138,6 +152,7 @@ class EngineArgs:
         self.plug = plugs.read(self.plug)
         find_dtype(self.dtype)
         override_generation_config(self.override_generation_config)
+        PoolerConfig.of(None, self.pooler_config)
         self._check_choices()
         if self.chat_template is not None:
             self.chat_template = read_chat_template(self.chat_template)
@@ -168,6 +183,8 @@ class EngineArgs:
         allowed = {
             "scheduling_policy": POLICIES,
             "engine_place": PLACES,
+            "runner": ("auto", "generate", "pooling"),  # it does both, whichever is named
+            "convert": ("auto", "none", "embed"),
             "attention_backend": ATTENTION_BACKENDS,
         }
         if self.tool_call_parser is not None:

@@ -138,8 +138,9 @@ class FrontEnd:
         if not isinstance(cache_salt, str | None):
             raise common.InputError(f"cache_salt {cache_salt!r}: must be a string")
         whole("priority", priority, -(2**63), 2**63 - 1)
-        pooling_params = params if isinstance(params, PoolingParams) else None
-        params = pooling_params.as_sampling_params() if isinstance(params, PoolingParams) else params
+        pooling_params: PoolingParams | None = None
+        if isinstance(params, PoolingParams):
+            pooling_params, params = params, params.as_sampling_params()
         params = self._checked(SamplingParams() if params is None else params)
         eos = self.model_config.eos_token_ids
         own = eos[0] if eos and self.model_config.tokenizer_has_eos else None  # no stop_reason; the others have one

@@ -136,6 +136,9 @@ def add_model_flags(add: Callable[..., Any]) -> None:
         metavar="auto|vllm|FOLDER",
         help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's",
     )
+    add("--runner", metavar="auto|generate|pooling", help="it writes and pools, whichever is named")
+    add("--convert", metavar="auto|none|embed", help="likewise: every model here has vectors for /v1/embeddings")
+    add("--pooler-config", metavar="JSON", help='how they are pooled: {"pooling_type": "LAST" or "MEAN"}')
     add("--override-generation-config", metavar="JSON", help='comes before: {"temperature": 0.5}')
 
 
@@ -180,6 +183,7 @@ def add_runner_flags(add: Callable[..., Any]) -> None:
         metavar="SEAM=FILE.py:OBJECT",
         help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}",
     )
+    add("--enable-sleep-mode", action="store_true", help="weights and cache may go away and come back (dev mode)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
     add("--async-scheduling", action=SWITCH, help="plan a step while the last one runs (lesson 05)")
     add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')

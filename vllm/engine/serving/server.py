@@ -26,12 +26,14 @@ import torch
 
 from engine.engine_args import EngineArgs
 from engine.model import folders
+from engine.sampling.pooler import PoolerConfig
 from engine.serving import metrics
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.engine_group import start_client
 from engine.serving.frontend_args import FrontendArgs
 from engine.serving.log_stats import LoggingStatLogger
 from engine.serving.logger import start_logging
+from engine.serving.openai.pooling import trained_dimensions
 from engine.serving.openai.serving import VERSION, OpenAIServing
 from engine.serving.sockets import bind
 from engine.serving.start import make_engine
@@ -147,6 +149,9 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
     serving.has_kv_connector = args.kv_transfer is not None
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.root, serving.runtime_loras = args.model or str(folders.model_folder()), may_load_adapters(args)
+    folder = folders.model_folder(args.model)
+    serving.pooler_config = PoolerConfig.of(folder, args.pooler_config)
+    serving.trained_dimensions = trained_dimensions(folders.read_json(folder / "config.json"))
     serving.system_fingerprint = system_fingerprint(args)
     return serving
 

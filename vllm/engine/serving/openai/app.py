@@ -28,6 +28,8 @@ from engine.serving.openai.errors import APIError, ErrorResponse, as_api_error
 from engine.serving.openai.gate import Gate
 from engine.serving.openai.large_bodies import away
 from engine.serving.openai.limits import LARGE_BYTES, MAX_NAME
+from engine.serving.openai.pooling import PoolingServing
+from engine.serving.openai.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from engine.serving.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -140,6 +142,7 @@ class Routes:
     def __init__(self, serving: OpenAIServing, num_owners: int) -> None:
         self.serving, self.llm = serving, serving.llm
         self.traffic: Any = None  # once there is a way in
+        self.pooling = PoolingServing(serving, serving.pooler_config, serving.trained_dimensions)
         self.responses = ResponsesAPI(serving, num_owners)
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
@@ -147,6 +150,15 @@ class Routes:
 
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
         return await respond(body, request, self.serving)
+
+    async def create_embedding(self, body: EmbeddingRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
+    async def create_score(self, body: ScoreRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
+    async def do_rerank(self, body: RerankRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
 
     async def create_response(self, body: ResponsesRequest, request: Request) -> Response:
         return await respond(body, request, self.responses)
@@ -222,6 +234,11 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     post("/v1/chat/completions")(routes.create_chat_completion)
     post("/v1/completions")(routes.create_completion)
     post("/v1/responses")(routes.create_response)
+    post("/v1/embeddings")(routes.create_embedding)
+    for path in ("/score", "/v1/score"):
+        post(path)(routes.create_score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        post(path)(routes.do_rerank)
     get("/v1/responses/{response_id}")(routes.retrieve_response)
     post("/v1/responses/{response_id}/cancel")(routes.cancel_response)
     app.delete("/v1/responses/{response_id}", responses=OF_DELETE)(routes.delete_response)

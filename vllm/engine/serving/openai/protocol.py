@@ -198,7 +198,7 @@ class CommonRequest(AnyRequest):
     guided_decoding_backend: str | None = None  # there is one
 
 
-def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
+def prompts(given: Any, read: Callable[[Any], Any]) -> Any:
     """One error for four types that do not fit."""
     try:
         return read(given)
@@ -209,7 +209,7 @@ def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
-    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(_prompts)]
+    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(prompts)]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False

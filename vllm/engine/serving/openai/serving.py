@@ -31,6 +31,7 @@ from engine.sampling import token_rules
 from engine.sampling.guided.guide_queue import GuideQueue
 from engine.sampling.guided.structured_outputs import BROKEN
 from engine.sampling.guided.vocabulary import vocabulary_of
+from engine.sampling.pooler import PoolerConfig
 from engine.sampling.sampler import Logprob
 from engine.sampling.token_rules import TokenizeParams
 from engine.serving.async_llm import AsyncLLM
@@ -73,6 +74,8 @@ class OpenAIServing:
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
     enable_auto_tool_choice = False
     frontend = FrontendArgs()
+    pooler_config = PoolerConfig()
+    trained_dimensions: Sequence[int] | bool = False  # that vectors may be cut to
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
