@@ -60,9 +60,10 @@ def make(tiny_model, real_model):
 
 
 @pytest.mark.parametrize("kind", ["LAST", "MEAN"])
-@pytest.mark.parametrize("named", [{}, {"max_num_batched_tokens": 8}, {"num_gpu_blocks_override": 10},
-                                   {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                                           "prompt_lookup_max": 3, "prompt_lookup_min": 1}}])  # fmt: skip
+@pytest.mark.parametrize("named", [
+    {}, {"max_num_batched_tokens": 8}, {"num_gpu_blocks_override": 10},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+])  # fmt: skip
 def test_whole_or_in_chunks_or_preempted_or_beside_drafts(make, tiny_model, kind, named):
     found = pooled(make(**named), PROMPTS, pooling_type=kind)
     for vector, prompt in zip(found, PROMPTS):
