@@ -164,6 +164,9 @@ class EngineArgs:
         _, _ = self.lora_config, self.speculation  # wrong ones are refused now
         self._check_transfers()
         self._check_plugs()
+        for flag, used in (("--enable-lora", self.enable_lora), ("--kv-transfer-config", self.kv_transfer is not None)):
+            if self.enable_sleep_mode and used:
+                raise common.InputError(f"--enable-sleep-mode: not together with {flag}")
         if self.lora_modules and not self.enable_lora:
             raise common.InputError("--lora-modules: needs --enable-lora")
         if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):

@@ -52,6 +52,7 @@ class LLMEngine(FrontEnd):
             num_blocks = 1 + max(fitting, -(-limits.max_model_len // args.block_size))
         self.model, self.config = model, config
         self.about: dict[str, Any] = {}  # what a start has found out
+        self.sleeper: Any = None  # with --enable-sleep-mode: what puts weights and cache away, here or on workers
         self.lora = LoRAModelManager(config.lora_config) if config.lora_config else None
         grammar = GuidedDecoding(tokenizer, model.config)
         core = make_core(

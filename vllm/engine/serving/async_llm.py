@@ -245,6 +245,19 @@ class AsyncLLM:
             raise (common.InputError if reply.bad_input else RuntimeError)(reply.error)
         return reply.result
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Weights and KV cache away (`EngineCoreProc.sleep`). Raises InputError."""
+        await self.call_utility("sleep", level, mode)
+        if self.stat_logger:
+            self.stat_logger.record_sleep_state(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """And back; returns whether it is fully awake. Raises InputError."""
+        awake = await self.call_utility("wake_up", tags)
+        if awake and self.stat_logger:
+            self.stat_logger.record_sleep_state(None)
+        return awake
+
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Let requests finish for up to `timeout` seconds, then end them, then the engine. New ones are refused."""
         stop, self.admission.closed = time.monotonic() + timeout, True

@@ -150,6 +150,7 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.root, serving.runtime_loras = args.model or str(folders.model_folder()), may_load_adapters(args)
     folder = folders.model_folder(args.model)
+    serving.engine_args = args
     serving.pooler_config = PoolerConfig.of(folder, args.pooler_config)
     serving.trained_dimensions = trained_dimensions(folders.read_json(folder / "config.json"))
     serving.system_fingerprint = system_fingerprint(args)

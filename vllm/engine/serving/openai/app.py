@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineDeadError, QueueOverflowError
+from engine.serving.openai import dev_routes
 from engine.serving.openai.disconnects import disconnected, unless
 from engine.serving.openai.errors import APIError, ErrorResponse, as_api_error
 from engine.serving.openai.gate import Gate
@@ -258,6 +259,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     get("/load")(routes.load)
     if debug:  # VLLM_SERVER_DEV_MODE=1, as vLLM's own endpoints for developers
         app.get("/debug/engine", include_in_schema=False)(routes.engine_state)
+        dev_routes.attach(app, serving)
 
     # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
     # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.

@@ -74,6 +74,7 @@ class OpenAIServing:
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
     enable_auto_tool_choice = False
     frontend = FrontendArgs()
+    engine_args: Any = None  # for developers
     pooler_config = PoolerConfig()
     trained_dimensions: Sequence[int] | bool = False  # that vectors may be cut to
 
