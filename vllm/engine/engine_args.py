@@ -66,16 +66,8 @@ OF_A_SERVER = {  # what an `LLM` does not have
     *("served_model_name", "trust_remote_code", "override_generation_config", "max_num_queued_reqs", "lora_modules"),
     *("gpu_memory_utilization", "chat_template", "enable_auto_tool_choice", "tool_call_parser", "kv_transfer_config"),
     *("engine_place", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank", "headless"),
-    *(
-        "runner",
-        "convert",
-        "pooler_config",
-        "enable_sleep_mode",
-        "data_parallel_address",
-        "data_parallel_rpc_port",
-        "data_parallel_routing",
-        "api_server_count",
-    ),
+    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_routing", "api_server_count"),
+    *("runner", "convert", "pooler_config", "enable_sleep_mode"),
 }
 
 

@@ -49,7 +49,8 @@ class Sleeper:
         self.kept = [weight.cpu() for weight in weights] if level == 1 and on_gpu else None
         for layer in packed:
             layer.packed = None
-        for tensor in (*weights, *self.runner.cache.layers):
+        bases = [weight._base for weight in weights if weight._base is not None]  # that hold a file's pages
+        for tensor in (*weights, *bases, *self.runner.cache.layers):
             tensor.data = tensor.new_empty(0)
         if self.runner.graphs:
             self.runner.graphs.forget()
