@@ -164,10 +164,12 @@ def test_what_is_cached_is_forgotten_if_nobody_has_it(tiny, folder, place):
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("flag", [{"enable_lora": True}, {"kv_transfer_config": {"kv_connector": "StoreConnector",
-                                                                                 "kv_role": "kv_both"}}])  # fmt: skip
+@pytest.mark.parametrize("flag", [
+    {"enable_lora": True},
+    {"kv_transfer_config": {"kv_connector": "SharedMemoryConnector", "kv_role": "kv_consumer"}},
+])  # fmt: skip
 def test_what_it_does_not_go_with_is_named(flag):
-    with pytest.raises(common.InputError, match="^--enable-sleep-mode: not together with --"):
+    with pytest.raises(common.InputError, match=r"^--enable-sleep-mode: not together with --"):
         EngineArgs(enable_sleep_mode=True, **flag)
 
 
