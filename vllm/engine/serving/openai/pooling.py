@@ -1,7 +1,7 @@
 """Texts to vectors, and vectors to scores: embeddings, score and rerank.
 
 Owns what such a request is answered with; called by the routes as `OpenAIServing` is, whose names, adapters and
-tokenizer it goes by. The vectors are the engine's, out of the steps in which others write: there is no second model.
+tokenizer it goes by. The vectors are the engine's, out of the steps in which others write; it never runs a model.
 vLLM: `vllm/entrypoints/pooling/embed/serving.py`, `vllm/entrypoints/pooling/scoring/serving.py`.
 """
 
