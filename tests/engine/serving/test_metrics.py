@@ -158,7 +158,7 @@ def test_where_the_time_of_a_request_went(monkeypatch):
     admitted = {"a": (2.0, 0, 0), "b": (9.0, 0, 0), "gone": (4.0, 0, 0)}
     for at, tokens in ((103, {"a": [], "gone": [1]}), (105, {"a": [1], "b": [1]}), (107, {"a": [2, 3]})):
         now[0] = float(at)
-        outputs = [SimpleNamespace(request_id=name, new_token_ids=ids) for name, ids in tokens.items()]
+        outputs = [EngineCoreOutput(name, ids) for name, ids in tokens.items()]
         stats = SchedulerStats(0, 0, 0.0, num_scheduled_tokens=0 if at == 103 else 5)
         logger.record(EngineCoreOutputs(outputs, stats, admitted=admitted if at == 103 else {}), sequences)
     for name in sequences:
@@ -197,7 +197,7 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
     for tokens in ([1], [2, 3, 4, 5], [6, 7], [8]):
         admitted = {"r": (0.0, 0, 0)} if tokens == [1] else {}
-        outputs = [SimpleNamespace(request_id="r", new_token_ids=tokens)]
+        outputs = [EngineCoreOutput("r", tokens)]
         logger.record(EngineCoreOutputs(outputs, admitted=admitted), sequences)
         now[0] += 0.04
     found = {line.split("{")[0]: float(line.split()[-1]) for line in logger.expose().decode().splitlines()

@@ -98,11 +98,11 @@ class PoolingServing:
     def texts(self, body: Any) -> tuple[list[Any], int]:
         """Its prompts, and how many in front of them are queries. Raises InputError."""
         if isinstance(body, RerankRequest):
-            return self.two_sides([body.query], as_list(body.documents))
+            return self.two_sides([body.query], several(body.documents))
         if isinstance(body, EmbeddingRequest):
             if (body.input is None) == (body.messages is None):
                 raise common.InputError("input: give either an input or messages")
-            texts = as_list(body.input) if body.messages is None else [None]
+            texts = several(body.input) if body.messages is None else [None]
             if not texts:
                 raise common.InputError("input: must not be empty")
             return texts, 0
@@ -111,7 +111,7 @@ class PoolingServing:
         if not found:
             allowed = ", or ".join(" and ".join(pair) for pair in PAIRS)
             raise common.InputError(f"queries: give {allowed}")
-        return self.two_sides(*(as_list(getattr(body, name)) for name in found[0]))
+        return self.two_sides(*(several(getattr(body, name)) for name in found[0]))
 
     @staticmethod
     def two_sides(queries: list[str], documents: list[str]) -> tuple[list[str], int]:
@@ -126,7 +126,8 @@ class PoolingServing:
         """All of them as token ids. Raises InputError."""
         serving, chat = self.serving, getattr(body, "messages", None) is not None
         field_name = "messages" if chat else "input" if isinstance(body, EmbeddingRequest) else "documents"
-        special = not chat if getattr(body, "add_special_tokens", None) is None else body.add_special_tokens
+        asked = getattr(body, "add_special_tokens", None)
+        special = not chat if asked is None else bool(asked)
         params = TokenizeParams(serving.max_model_len, body.truncate_prompt_tokens, body.truncation_side)
         found = []
         for text in texts:
@@ -187,13 +188,19 @@ class PoolingServing:
         if isinstance(job.body, ScoreRequest):
             data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
             return head | {"data": data, "usage": usage | more}
-        documents = as_list(job.body.documents)
+        documents = several(job.body.documents)
         results = [
             {"index": i, "document": {"text": documents[i], "multi_modal": None}, "relevance_score": scores[i]}
             for i in sorted(range(len(scores)), key=lambda i: -scores[i])
         ]
         results = results[: job.body.top_n or None]
         return {"id": job.request_id, "model": job.model, "usage": usage, "results": results}
+
+
+def several(given: Any) -> list[Any]:
+    """One text, or a list of token ids, or several of either, as a list."""
+    found: list[Any] = as_list(given)
+    return found
 
 
 def encoded(vector: np.ndarray) -> str:
