@@ -15,7 +15,7 @@ from engine.llm_engine import LLMEngine
 from engine.request import PoolingParams, SamplingParams
 from engine.sampling.pooler import PoolerConfig
 
-PROMPTS = [[random.Random(n).randrange(128) for _ in range(n)] for n in (1, 5, 16, 17, 40, 63)]
+PROMPTS = [random.Random(n).choices(range(128), k=n) for n in (1, 5, 16, 17, 40, 63)]
 
 
 def pooled(engine, prompts, **params):
@@ -64,7 +64,7 @@ def make(tiny_model, real_model):
     {}, {"max_num_batched_tokens": 8}, {"num_gpu_blocks_override": 10},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
 ])  # fmt: skip
-def test_whole_or_in_chunks_or_preempted_or_beside_drafts(make, tiny_model, kind, named):
+def test_whole_or_in_chunks_or_in_turn_or_beside_drafts(make, tiny_model, kind, named):
     found = pooled(make(**named), PROMPTS, pooling_type=kind)
     for vector, prompt in zip(found, PROMPTS):
         assert np.linalg.norm(vector - dense(tiny_model, prompt, kind)) < common.TOLERANCE[torch.float32]
