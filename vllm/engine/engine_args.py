@@ -27,6 +27,7 @@ from engine.quantization.kv_codes import KV_CACHE_DTYPES
 from engine.quantization.methods import METHODS
 from engine.registry import ATTENTION_BACKENDS
 from engine.sampling.defaults import override_generation_config
+from engine.sampling.pooler import PoolerConfig
 from engine.spec_decode.drafters import SpeculativeConfig
 
 PLACES = ("process", "thread", "event-loop")
@@ -69,6 +70,7 @@ OF_A_SERVER = {  # what an `LLM` does not have
     *("reasoning_parser", "response_role", "strict_fields"),
     *("engine_place", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank", "headless"),
     *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_routing", "api_server_count"),
+    *("runner", "convert", "pooler_config", "enable_sleep_mode"),
 }
 
 
@@ -118,6 +120,10 @@ class EngineArgs:
     response_role: str = "assistant"
     strict_fields: bool = False
     kv_transfer_config: str | dict[str, Any] | None = None
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: str | dict[str, Any] | None = None
+    enable_sleep_mode: bool = False
     engine_place: str = "process"
     tensor_parallel_size: int = ParallelConfig.tensor_parallel_size
     pipeline_parallel_size: int = ParallelConfig.pipeline_parallel_size
@@ -144,6 +150,7 @@ class EngineArgs:
         self.plug = plugs.read(self.plug)
         find_dtype(self.dtype)
         override_generation_config(self.override_generation_config)
+        PoolerConfig.of(None, self.pooler_config)
         self._check_choices()
         if self.chat_template is not None:
             self.chat_template = read_chat_template(self.chat_template)
@@ -155,6 +162,9 @@ class EngineArgs:
         _, _ = self.lora_config, self.speculation  # wrong ones are refused now
         self._check_transfers()
         self._check_plugs()
+        for flag, used in (("--enable-lora", self.enable_lora), ("--kv-transfer-config", self.kv_transfer is not None)):
+            if self.enable_sleep_mode and used:
+                raise common.InputError(f"--enable-sleep-mode: not together with {flag}")
         if self.lora_modules and not self.enable_lora:
             raise common.InputError("--lora-modules: needs --enable-lora")
         if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
@@ -174,6 +184,8 @@ class EngineArgs:
         allowed = {
             "scheduling_policy": POLICIES,
             "engine_place": PLACES,
+            "runner": ("auto", "generate", "pooling"),  # it does both, whichever is named
+            "convert": ("auto", "none", "embed"),
             "attention_backend": ATTENTION_BACKENDS,
         }
         if self.tool_call_parser is not None:

@@ -20,7 +20,7 @@ from engine.lora.manager import LoRAModelManager
 from engine.model import llama
 from engine.model.tokenizer import Tokenizer
 from engine.quantization.kv_codes import block_bytes
-from engine.request import SamplingParams
+from engine.request import PoolingParams, SamplingParams
 from engine.sampling.guided.guided_decoding import GuidedDecoding
 from engine.sampling.guided.structured_outputs import ending, validate
 
@@ -52,6 +52,7 @@ class LLMEngine(FrontEnd):
             num_blocks = 1 + max(fitting, -(-limits.max_model_len // args.block_size))
         self.model, self.config = model, config
         self.about: dict[str, Any] = {}  # what a start has found out
+        self.sleeper: Any = None  # with --enable-sleep-mode: what puts weights and cache away, here or on workers
         self.lora = LoRAModelManager(config.lora_config) if config.lora_config else None
         grammar = GuidedDecoding(tokenizer, model.config)
         core = make_core(
@@ -71,7 +72,7 @@ class LLMEngine(FrontEnd):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
         **about: Any,

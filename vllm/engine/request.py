@@ -92,6 +92,22 @@ class SamplingParams:
             raise common.InputError(f"n {self.n}: must be 1 at temperature 0, where all samples are the same")
 
 
+POOLING_TYPES = ("LAST", "MEAN")
+
+
+@dataclass
+class PoolingParams:
+    """What a caller may ask for who wants a prompt's vector and no answer (`vllm/pooling_params.py`)."""
+
+    pooling_type: str = "LAST"  # one of POOLING_TYPES
+    use_activation: bool = True  # of length 1
+    dimensions: int | None = None  # the first so many
+
+    def as_sampling_params(self) -> SamplingParams:
+        """What the scheduler goes by. A mean is of all tokens, so what is cached has to be computed again."""
+        return SamplingParams(temperature=0, max_tokens=1, skip_reading_prefix_cache=self.pooling_type == "MEAN")
+
+
 class RequestStatus(enum.IntEnum):
     """Everything after PREEMPTED is finished."""
 
@@ -137,10 +153,12 @@ class Request:
         eos_token_id: int | None = None,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params
+        self.pooling_params = pooling_params  # if it has some, it ends with its prompt, and nothing is sampled
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.priority = priority  # smaller is more important
         self.cache_salt = cache_salt  # lesson 05: requests with different salts share nothing

@@ -30,6 +30,7 @@ from engine.parallel.transfers import Order, carry_out, own_connector
 from engine.request import Request
 from engine.sampling.guided.guided_decoding import GuidedDecoding
 from engine.worker.assemble import make_runner
+from engine.worker.sleep import Sleeper
 
 
 @dataclass
@@ -56,10 +57,14 @@ class Worker:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
-        self.model = load_stage(
+        self.model = self._load()
+        return parameters_held(self.model)
+
+    def _load(self) -> Any:
+        spec = self.spec
+        return load_stage(
             spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last, spec.generation_config
         )
-        return parameters_held(self.model)
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:
         self.tp, self.pp = tp, pp
@@ -92,6 +97,15 @@ class Worker:
         )
         if self.runner.graphs:
             self.runner.graphs.capture_all()
+        self.sleeper = Sleeper(self.runner, self.model, self._load)
+
+    def fall_asleep(self, level: int) -> None:
+        """Weights and cache away."""
+        self.sleeper.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Back again."""
+        self.sleeper.wake_up(tags)
 
     def _grammar(self) -> GuidedDecoding:
         folder = folders.model_folder(self.spec.model if isinstance(self.spec.model, str) else None)

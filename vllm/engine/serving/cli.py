@@ -27,6 +27,7 @@ from engine.registry import ATTENTION_BACKENDS
 from engine.serving import sockets
 from engine.serving.api_servers import run_api_servers
 from engine.serving.engine_group import run_headless
+from engine.serving.frontend_args import LOG_LEVELS, FrontendArgs
 from engine.serving.server import may_load_adapters, run_server
 from engine.serving.start import make_engine
 
@@ -52,6 +53,7 @@ def serve_command(args: argparse.Namespace) -> None:
     if engine_args.headless:
         raise SystemExit(run_headless(make_engine, engine_args))
     server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
+    server["frontend"] = FrontendArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(FrontendArgs)})
     if engine_args.api_server_count > 1:
         if may_load_adapters(engine_args):
             raise common.InputError(
@@ -70,7 +72,8 @@ def add_serve_command(subparsers: Any) -> None:
     p = subparsers.add_parser("serve", help="keep a server running", description=serve_command.__doc__)
     for title, add_flags in GROUPS.items():
         add_flags(p.add_argument_group(title).add_argument)
-    p.set_defaults(run=serve_command, **{f.name: f.default for f in dataclasses.fields(EngineArgs)})
+    ours = (*dataclasses.fields(EngineArgs), *dataclasses.fields(FrontendArgs))
+    p.set_defaults(run=serve_command, **{f.name: f.default for f in ours})
 
 
 def add_server_flags(add: Callable[..., Any]) -> None:
@@ -100,6 +103,27 @@ def add_server_flags(add: Callable[..., Any]) -> None:
     add("--strict-fields", action="store_true", help="refuse a field of a request that is not known here")
 
 
+def add_log_flags(add: Callable[..., Any]) -> None:
+    """What it says, to its log and about its answers."""
+    add("--uvicorn-log-level", choices=LOG_LEVELS, help="of the HTTP server (default %(default)s)")
+    add("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
+    add("--disable-log-stats", action="store_true", help="no line every ten seconds, and no vllm: metrics")
+    add("--enable-log-requests", action=SWITCH, help="a line with the parameters of each")
+    add(
+        "--enable-request-id-headers",
+        action="store_true",
+        help="X-Request-Id in every answer, the client's or a new one",
+    )
+    add(
+        "--enable-prompt-tokens-details",
+        action=SWITCH,
+        help="usage says what was cached (default: yes, as OpenAI does)",
+    )
+    add("--enable-force-include-usage", action=SWITCH, help="streams end with usage, asked for or not")
+    add("--enable-server-load-tracking", action="store_true", help="count the requests inside for GET /load")
+    add("--stream-interval", type=WHOLE(1), metavar="N", help="tokens in a piece of a stream (default %(default)s)")
+
+
 def add_model_flags(add: Callable[..., Any]) -> None:
     """Which weights, in what, and how they are sampled from by default."""
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -115,6 +139,9 @@ def add_model_flags(add: Callable[..., Any]) -> None:
         metavar="auto|vllm|FOLDER",
         help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's",
     )
+    add("--runner", metavar="auto|generate|pooling", help="it writes and pools, whichever is named")
+    add("--convert", metavar="auto|none|embed", help="likewise: every model here has vectors for /v1/embeddings")
+    add("--pooler-config", metavar="JSON", help='how they are pooled: {"pooling_type": "LAST" or "MEAN"}')
     add("--override-generation-config", metavar="JSON", help='comes before: {"temperature": 0.5}')
 
 
@@ -159,6 +186,7 @@ def add_runner_flags(add: Callable[..., Any]) -> None:
         metavar="SEAM=FILE.py:OBJECT",
         help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}",
     )
+    add("--enable-sleep-mode", action="store_true", help="weights and cache may go away and come back (dev mode)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
     add("--async-scheduling", action=SWITCH, help="plan a step while the last one runs (lesson 05)")
     add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')
@@ -185,6 +213,7 @@ def add_parallel_flags(add: Callable[..., Any]) -> None:
 
 GROUPS = {
     "the server": add_server_flags,
+    "what it says": add_log_flags,
     "the model": add_model_flags,
     "scheduler and cache": add_scheduler_flags,
     "what runs a step": add_runner_flags,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import common
 
+import functools
 import itertools
 import math
 import time
@@ -19,10 +20,12 @@ from engine.model import folders, llama
 from engine.model.loader import find_dtype
 from engine.model.tokenizer import Tokenizer
 from engine.parallel.memory import kv_cache_memory, total_memory
+from engine.parallel.remote_runner import RemoteSleeper
 from engine.parallel.workers import start_workers
 from engine.quantization.kv_codes import block_bytes
 from engine.quantization.loader import load_model
 from engine.request import SamplingParams
+from engine.worker.sleep import Sleeper
 
 
 def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: None) -> LLMEngine:
@@ -92,6 +95,11 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     warm_up(engine)
     graphs = len({size for size, _ in engine.core.runner.graphs.captured}) if engine.core.runner.graphs else 0
     stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
+    if args.enable_sleep_mode and not workers:
+        again = functools.partial(load_model, args.model, dtype, args.quantization, args.generation_config)
+        engine.sleeper = Sleeper(engine.core.runner, model, lambda: again()[0])
+    elif workers and args.enable_sleep_mode:
+        engine.sleeper = RemoteSleeper(workers.executor)
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
     return engine
 

@@ -19,7 +19,8 @@ from engine.serving.openai.limits import MAX_BODY_BYTES
 class Gate:
     """What happens before FastAPI sees a request: the key, and the size of the body (ASGI middleware)."""
 
-    PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/")
+    PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/", "/score", "/rerank", "/v2/", "/sleep", "/wake_up")
+    PROTECTED += ("/is_sleeping", "/reset_prefix_cache", "/server_info")
 
     def __init__(self, app: Any, api_keys: Sequence[str]) -> None:
         self.app, self.api_keys = app, [key.encode() for key in api_keys]
