@@ -1,0 +1,15 @@
+"""Names from which one is chosen, where the command line and those who check must agree.
+
+Owns names, and imports nothing: a command line is read before torch is there. It never says what a name means. vLLM:
+the `Literal`s of `vllm/config/`.
+"""
+
+from __future__ import annotations
+
+POLICIES = ("fcfs", "priority")  # --scheduling-policy
+PLACES = ("process", "thread", "event-loop")  # --engine-place
+BACKENDS = ("uni", "mp", "ray")  # --distributed-executor-backend
+ROUTING = ("load", "prefix")  # --data-parallel-routing
+LOAD_FORMATS = ("auto", "safetensors", "dummy")  # --load-format
+# --attention-backend, under vLLM's names: its Triton kernel is lesson 10's, and on a CPU that takes torch's path.
+ATTENTION = {"auto": "unified", "triton_attn": "unified", "cpu_attn": "unified"}
