@@ -88,7 +88,9 @@ class Switch(argparse.BooleanOptionalAction):
         self.option_strings = [*self.option_strings, *opposites(option_strings)]
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        off = option_string and (option_string.startswith("--no-") or option_string in opposites(self.option_strings[:1]))
+        off = option_string and (
+            option_string.startswith("--no-") or option_string in opposites(self.option_strings[:1])
+        )
         setattr(namespace, self.dest, not off)
 
     def format_usage(self) -> str:

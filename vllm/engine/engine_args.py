@@ -181,7 +181,7 @@ class EngineArgs:
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = ("hermes",)
         if self.quantization is not None:
-            allowed["quantization"] = (*METHODS, "compressed-tensors", "fp8")
+            allowed["quantization"] = (*METHODS, "compressed-tensors")
         if self.kv_cache_dtype != "auto":
             allowed["kv_cache_dtype"] = KV_CACHE_DTYPES
         for name, values in allowed.items():

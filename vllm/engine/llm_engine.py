@@ -69,6 +69,7 @@ class LLMEngine(FrontEnd):
             seed=args.seed,
         )
         super().__init__(model.config, tokenizer, core)
+        self.max_logprobs = args.max_logprobs
 
     def add_request(
         self,

@@ -35,7 +35,10 @@ def stop_at_eof(descriptor: int) -> None:
 def serve_command(args: argparse.Namespace) -> None:
     """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
     if args.device == "cpu":
-        sys.argv += ["--device", "cpu"]  # perhaps a file said so: `common` looks here, and so does every process of ours
+        sys.argv += [
+            "--device",
+            "cpu",
+        ]  # perhaps a file said so: `common` looks here, and so does every process of ours
 
     import common  # the line that takes seconds: torch comes with it
 

@@ -38,7 +38,7 @@ class FrontendArgs:
             value = getattr(self, name)
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
                 flag = f"--{name.replace('_', '-')}"
-                raise common.InputError(f'{flag} {value!r:.60}: must be a JSON list of texts, as in \'["*"]\'')
+                raise common.InputError(f"{flag} {value!r:.60}: must be a JSON list of texts, as in '[\"*\"]'")
         if self.root_path:
             self.root_path = f"/{self.root_path.strip('/')}".rstrip("/")
         whole("max_body_bytes", self.max_body_bytes, 1 << 10, 1 << 40)

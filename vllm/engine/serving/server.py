@@ -25,12 +25,14 @@ from typing import Any
 import torch
 
 from engine.engine_args import EngineArgs
+from engine.kv_transfer.store import remove_private_stores
 from engine.model import folders
 from engine.serving import metrics
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.engine_group import start_client
+from engine.serving.frontend_args import FrontendArgs
 from engine.serving.openai.serving import VERSION, OpenAIServing
-from engine.serving.sockets import bind
+from engine.serving.sockets import bind, bind_path, unbind_path
 from engine.serving.start import make_engine
 
 
@@ -43,6 +45,7 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     sock: socket.socket | None = None,
     client: Any = None,
     say: Callable[[str], None] | None = None,
+    frontend: FrontendArgs | None = None,
 ) -> int:
     """From start-up to the last answer. Returns the exit code: 0 after a signal, 1 after the engine died.
 
@@ -51,7 +54,9 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     from engine.serving.http_server import make_http_server
     from engine.serving.openai.app import build_app
 
-    sock, say = sock or bind(host, port), say or functools.partial(print, flush=True)
+    frontend, say = frontend or FrontendArgs(), say or functools.partial(print, flush=True)
+    own = sock is None
+    sock = sock or bind_as(frontend, host, port)
     started = time.perf_counter()
     place: Any = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
     if client is not None:
@@ -76,8 +81,10 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     logger.describe(llm.ready)
     if defaults := llm.sampling_defaults.params:  # where a request says nothing, it is not OpenAI's defaults that count
         say(f"sampling defaults of the model: {json.dumps(defaults)} (--generation-config vllm: none)")
-    app = build_app(make_serving(llm, args), api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
-    server = make_http_server(app, int(shutdown_timeout) + 3)
+    serving = make_serving(llm, args)
+    serving.frontend = frontend
+    app = build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+    server = make_http_server(app, int(shutdown_timeout) + 3, frontend.tls())
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
@@ -85,7 +92,6 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
         except NotImplementedError:  # Windows
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     running = asyncio.create_task(server.serve(sockets=[sock]))
-    address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     say(
         f"ready after {time.perf_counter() - started:.1f} s: {', '.join([*args.names, *args.adapters])}, engine core: "
         f"{place if isinstance(place, str) else f'{args.data_parallel_size} x process'}, "
@@ -93,7 +99,7 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     )
     gc.freeze()  # else a large request has the collector look through a million objects of imported libraries
     sock.listen(2048)  # the server is about to do it: whoever reads the next line may connect
-    say(f"Listening on {address}")
+    say(f"Listening on {address_of(sock, host, frontend)}")
 
     died, stopped = asyncio.create_task(llm.died.wait()), asyncio.create_task(stop.wait())
     await asyncio.wait((died, stopped, running), return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +117,23 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     gc.unfreeze()  # some of those libraries complain at exit of what was not collected
     died.cancel()
     stopped.cancel()
+    if own and frontend.uds:
+        unbind_path(frontend.uds)
+    if args.kv_transfer and args.kv_transfer.is_private:  # the engine's process has ended where it stood
+        remove_private_stores(llm.ready.pid)
     return 1 if llm.dead else 0
+
+
+def bind_as(frontend: FrontendArgs, host: str, port: int) -> socket.socket:
+    """Where clients will come. Raises InputError."""
+    return bind_path(frontend.uds) if frontend.uds else bind(host, port)
+
+
+def address_of(sock: socket.socket, host: str, frontend: FrontendArgs) -> str:
+    """What a client is told."""
+    if frontend.uds:
+        return f"unix:{frontend.uds}"
+    return f"{frontend.scheme}://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
 
 
 def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
@@ -124,6 +146,7 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.root, serving.runtime_loras = args.model or str(folders.model_folder()), may_load_adapters(args)
     serving.system_fingerprint = system_fingerprint(args)
+    serving.parents = args.adapter_parents
     return serving
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from engine.engine_args import AUTO, EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.model import folders, llama
+from engine.model import llama
 from engine.model.loader import find_dtype
-from engine.model.tokenizer import Tokenizer
+from engine.model.tokenizer import read_tokenizer
 from engine.parallel.memory import kv_cache_memory, total_memory
 from engine.parallel.workers import start_workers
 from engine.quantization.kv_codes import block_bytes
@@ -44,9 +44,12 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
 
     workers = start_workers(args, dtype) if args.has_workers else None
     if workers:
-        model, tokenizer = workers.model, Tokenizer(folders.model_folder(args.model))
+        model, tokenizer = workers.model, read_tokenizer(args.tokenizer, args.model)
     else:
-        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config)
+        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config, args.load_format)
+        if args.tokenizer is not None:
+            tokenizer = read_tokenizer(args.tokenizer, args.model)
+            tokenizer.vocab_size = model.config.vocab_size
     parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
     stage(
         "load",

@@ -202,7 +202,15 @@ class Routes:
 
 def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> CORSMiddleware:
     """The application: routes, the gate in front of them, and who may ask from a page."""
-    app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    frontend = serving.frontend
+    app = fastapi.FastAPI(
+        title="vLLM, from first principles",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None if frontend.disable_fastapi_docs else "/openapi.json",
+        root_path=frontend.root_path,
+    )
     app.router.route_class = BodyRoute
     app.exception_handler(RequestValidationError)(invalid)
     app.exception_handler(HTTPException)(http_error)
@@ -225,7 +233,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         post("/v1/unload_lora_adapter")(routes.unload_lora_adapter)
     post("/tokenize")(routes.tokenize)
     post("/detokenize")(routes.detokenize)
-    app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(routes.health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(routes.health)
+    app.head("/health", include_in_schema=False)(routes.health)
     get("/health")(routes.health)
     get("/version")(routes.version)
     if serving.llm.stat_logger:
@@ -233,12 +242,13 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     if debug:  # VLLM_SERVER_DEV_MODE=1, as vLLM's own endpoints for developers
         app.get("/debug/engine", include_in_schema=False)(routes.engine_state)
 
-    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
-    # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.
+    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM lets none ask unless
+    # --allowed-origins names it; here '[]' does the same.) Outside the gate, so that a page can read a 401 or 413, too.
     return CORSMiddleware(
-        Gate(app, api_keys),
-        allow_origins=["*"],
-        allow_methods=["*"],
-        allow_headers=["*"],
+        Gate(app, api_keys, frontend.max_body_bytes, frontend.root_path),
+        allow_origins=frontend.allowed_origins,
+        allow_methods=frontend.allowed_methods,
+        allow_headers=frontend.allowed_headers,
+        allow_credentials=frontend.allow_credentials,
         expose_headers=["Retry-After"],
     )

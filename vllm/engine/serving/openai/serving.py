@@ -35,6 +35,7 @@ from engine.sampling.sampler import Logprob
 from engine.sampling.token_rules import TokenizeParams
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import merge_outputs
+from engine.serving.frontend_args import FrontendArgs
 from engine.serving.openai import chat_template, tools
 from engine.serving.openai.errors import APIError, as_api_error
 from engine.serving.openai.events import event, merged
@@ -71,12 +72,14 @@ class OpenAIServing:
     has_kv_connector = False  # does anybody read kv_transfer_params? (lesson 08)
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
     enable_auto_tool_choice = False
+    frontend = FrontendArgs()
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
         # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
+        self.parents: dict[str, str] = {}  # of which model an adapter is one, where that was said
         self.lora_count, self.loading_loras = itertools.count(2), set()
         self.lora_owners: dict[str, str | None] = {}  # whose key has loaded it; the server's own ones are everybody's
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
@@ -103,7 +106,7 @@ class OpenAIServing:
         """The model or an adapter, as `GET /v1/models` tells it."""
         root, parent = self.root or self.names[0], None
         if name in self.loras:
-            root, parent = self.loras[name][0], self.names[0]
+            root, parent = self.loras[name][0], self.parents.get(name, self.names[0])
         return {
             "id": name,
             "object": "model",
