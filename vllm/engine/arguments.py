@@ -32,32 +32,39 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.prepare, self.elsewhere = prepare, elsewhere
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """As argparse's, but nothing is left over: an unknown word is an error here, where its flags are known."""
         words = [with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
-        found, rest = super().parse_known_args(self.prepare(self, words) if self.prepare else words, namespace)
+        words = [word for word in (self.prepare(self, words) if self.prepare else words) if not self.needless(word)]
+        found, rest = super().parse_known_args(words, namespace)
         if len(rest) == 1 and not rest[0].startswith("-"):  # Python 3.11 gives up on `[MODEL]` at the first flag
             for action in self._get_positional_actions():
                 if action.nargs == "?" and getattr(found, action.dest) is action.default:
                     setattr(found, action.dest, rest.pop())
                     break
-        for word in rest:
-            if problem := self.unknown(word):
-                self.error(problem)
+        if rest:
+            self.error(self.unknown(rest[0]))
         return found, []
 
     def option(self, word: str) -> argparse.Action | None:
         """The flag that a word begins with, whatever stands behind `=` or a dot."""
         return self._option_string_actions.get(word.partition("=")[0].partition(".")[0])
 
-    def unknown(self, word: str) -> str | None:
-        """What is wrong with a word that no flag of ours took; None: nothing is lost without it."""
+    def needless(self, word: str) -> bool:
+        """Is it a flag that is not here, and that may be left out? Exits if it is one that may not: argparse might take
+        it for the beginning of another."""
+        if not self.elsewhere or not word.startswith("-") or self.option(word):
+            return False
+        flag = word.partition("=")[0].partition(".")[0]
+        if reason := self.elsewhere(flag):
+            self.error(f"{flag}: {reason}")
+        return reason is not None
+
+    def unknown(self, word: str) -> str:
+        """What is wrong with a word that no flag of ours took."""
         flag = word.partition("=")[0].partition(".")[0]
         if not word.startswith("-"):
             return f"unrecognized argument: {word}"
-        reason = self.elsewhere(flag) if self.elsewhere else None
-        if reason is not None:
-            return f"{flag}: {reason}" if reason else None
         near = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.7)
         return f"{flag}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.model.chat_template import compiled, read_chat_templates
 from engine.model import folders
+from engine.model.chat_template import compiled, read_chat_templates
 from engine.model.folders import read_json
 
 LONG = 4096  # characters or tokens that take a millisecond

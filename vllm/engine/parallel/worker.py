@@ -18,7 +18,6 @@ import torch
 from engine.config import SchedulerConfig, VllmConfig
 from engine.distributed.group import GroupCoordinator
 from engine.lora.lora_model import LoRAModel
-from engine.model import folders
 from engine.model.tokenizer import read_tokenizer
 from engine.output import KVConnectorMetadata, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from engine.parallel.adapters import WorkerAdapters, shard_adapter

@@ -27,7 +27,7 @@ def rtn(W: torch.Tensor, format: Format) -> Quantized:
 
 
 def per_tensor(W: torch.Tensor, format: Format) -> Quantized:
-    """The same with the largest of the scales for all rows: the coarsest there is, and what vLLM's fp8_per_tensor has."""
+    """The same with the largest of the scales for all rows, as vLLM's fp8_per_tensor has it."""
     found = choose_scales(W, format)
     found.scale = found.scale.amax().expand_as(found.scale).contiguous()
     return _with_codes(found, W)

@@ -279,18 +279,18 @@ class WithoutEffect(argparse.Action):
 def add_accepted_flags(add: Callable[..., Any]) -> None:
     """What vLLM's command line may have, and what changes nothing here."""
     for flags, value, text in vllm_flags.rows(vllm_flags.ACCEPTED):
-        names = [*flags, *(arguments.opposites(flags) + [f"--no-{flags[0][2:]}"] if not value else [])]
+        off = [] if value else [*arguments.opposites(flags), f"--no-{flags[0][2:]}"]
         allowed = None if not value or value[0].isupper() else value.split("|")
         nargs = 0 if not value else "+" if value.endswith("…") else None
         kind = functools.partial(one_of, allowed, text) if allowed else str
-        add(*names, dest="without_effect", action=WithoutEffect, nargs=nargs, type=kind, metavar=text,
+        add(*flags, *off, dest="without_effect", action=WithoutEffect, nargs=nargs, type=kind, metavar=text,
             help=argparse.SUPPRESS)  # fmt: skip
 
 
 def one_of(allowed: Sequence[str], text: str, value: str) -> str:
     """An argparse type: one of the values that change nothing."""
     if value.lower() not in allowed:
-        raise argparse.ArgumentTypeError(f"{value!r}: only {' or '.join(allowed)} here; {text}")
+        raise argparse.ArgumentTypeError(f"{value!r}: only {' or '.join(allowed)} here: {text.partition(';')[0]}")
     return value
 
 

@@ -68,8 +68,9 @@ def as_words(parser: Parser, path: str, key: Any, value: Any, rest: list[str]) -
     flag = whole(with_dashes(f"--{key}"))
     action = parser.option(flag)
     if action is None or flag in ("--config", "--help"):
-        problem = parser.unknown(flag) if action is None else f"{flag}: not in a file"
-        return parser.error(f"--config {path}: {problem}") if problem else []
+        if action is None and parser.elsewhere and parser.elsewhere(flag) is not None:
+            return [flag]  # the parser says why it is not here
+        parser.error(f"--config {path}: {f'{flag}: not in a file' if action else parser.unknown(flag)}")
     if value is None or any(parser.option(word) is action for word in rest):
         return []
     if isinstance(value, bool):
@@ -95,10 +96,11 @@ def with_json(parser: Parser, words: list[str]) -> list[str]:
         word = queue.pop(0)
         given, equals, text = word.partition("=")
         name, dot, keys = given.partition(".")
-        if not (dot and word.startswith("-") and parser.option(name)):
+        action = parser.option(name) if dot and word.startswith("-") else None
+        if action is None:
             kept.append(word)
         elif equals or queue:
-            put(objects.setdefault(name, {}), keys, text if equals else queue.pop(0))
+            put(objects.setdefault(action.option_strings[0], {}), keys, text if equals else queue.pop(0))
         else:
             parser.error(f"{given}: expected one argument")
     return kept + [f"{name}={json.dumps(found)}" for name, found in objects.items()]

@@ -54,15 +54,10 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     from engine.serving.http_server import make_http_server
     from engine.serving.openai.app import build_app
 
-    frontend, say = frontend or FrontendArgs(), say or functools.partial(print, flush=True)
-    own = sock is None
+    frontend, say, own = frontend or FrontendArgs(), say or functools.partial(print, flush=True), sock is None
     sock = sock or bind_as(frontend, host, port)
     started = time.perf_counter()
-    place: Any = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
-    if client is not None:
-        place = functools.partial(_already_there, client)
-    elif args.scales_out:
-        place = start_client
+    place = where_to_start(args, client)
     logger = metrics.PrometheusStatLogger(
         args.names[0],
         getattr(args.speculation, "num_speculative_tokens", 0),
@@ -117,11 +112,26 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     gc.unfreeze()  # some of those libraries complain at exit of what was not collected
     died.cancel()
     stopped.cancel()
-    if own and frontend.uds:
-        unbind_path(frontend.uds)
-    if args.kv_transfer and args.kv_transfer.is_private:  # the engine's process has ended where it stood
-        remove_private_stores(llm.ready.pid)
+    leave_nothing(args, frontend.uds if own else None, llm.ready.pid)
     return 1 if llm.dead else 0
+
+
+def where_to_start(args: EngineArgs, client: Any) -> Any:
+    """The name of a place for the engine, or what makes its client."""
+    if client is not None:
+        return functools.partial(_already_there, client)
+    if args.scales_out:
+        return start_client
+    return "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
+
+
+def leave_nothing(args: EngineArgs, uds: str | None, pid: int) -> None:
+    """What is outside this process and would stay: the socket's name, and blocks of an engine whose process `pid` has
+    ended where it stood."""
+    if uds:
+        unbind_path(uds)
+    if args.kv_transfer and args.kv_transfer.is_private:
+        remove_private_stores(pid)
 
 
 def bind_as(frontend: FrontendArgs, host: str, port: int) -> socket.socket:

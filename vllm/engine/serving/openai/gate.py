@@ -43,13 +43,8 @@ class Gate:
                 text = "Unauthorized: send the header Authorization: Bearer <api key>"
                 return await refuse(send, APIError(401, text, headers={"WWW-Authenticate": "Bearer"}))
             scope = {**scope, "owner": owner}
-        if {b"content-length", b"transfer-encoding"} <= headers.keys():  # a proxy may read the other
-            error = APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
+        if error := unreadable(headers):
             return await refuse(send, error)
-        coding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip()
-        if coding.lower() not in ("", "identity"):
-            text = f"Content-Encoding {coding:.40}: send the body as it is, without a content coding"
-            return await refuse(send, APIError(415, text, headers={"Accept-Encoding": "identity"}))
         body = await whole_body(receive, self.max_body_bytes)
         if body is None:
             return None
@@ -69,6 +64,17 @@ class Gate:
         # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
         right = [owner for key, owner in zip(self.api_keys, self.owners) if secrets.compare_digest(given, key)]
         return right[0] if right and scheme.lower() == b"bearer" else None
+
+
+def unreadable(headers: dict[bytes, bytes]) -> APIError | None:
+    """What the headers say of a body that is not read, if they do."""
+    if {b"content-length", b"transfer-encoding"} <= headers.keys():  # a proxy may read the other
+        return APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
+    coding = headers.get(b"content-encoding", b"").decode("latin-1").strip()
+    if coding.lower() in ("", "identity"):
+        return None
+    text = f"Content-Encoding {coding:.40}: send the body as it is, without a content coding"
+    return APIError(415, text, headers={"Accept-Encoding": "identity"})
 
 
 async def whole_body(receive: Any, most: int) -> bytes | None:
