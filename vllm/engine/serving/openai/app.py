@@ -209,8 +209,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         docs_url=None,
         redoc_url=None,
         openapi_url=None if frontend.disable_fastapi_docs else "/openapi.json",
-        root_path=frontend.root_path,
     )
+    app.root_path = frontend.root_path
     app.router.route_class = BodyRoute
     app.exception_handler(RequestValidationError)(invalid)
     app.exception_handler(HTTPException)(http_error)
