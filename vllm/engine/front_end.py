@@ -9,7 +9,6 @@ from __future__ import annotations
 import common
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,13 +167,7 @@ class FrontEnd:
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, getattr(params, name) or ())
-        vocabulary = self.model_config.vocab_size
-        most = vocabulary if self.max_logprobs == -1 else self.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            if (wanted := getattr(params, name)) is not None:
-                if (vocabulary if wanted == -1 else wanted) > most:
-                    raise common.InputError(f"{name} {wanted}: must be a whole number from 0 to {most} (max_logprobs)")
-                params = dataclasses.replace(params, **{name: vocabulary}) if wanted == -1 else params
+        params = token_rules.limit_logprobs(params, self.max_logprobs, self.model_config.vocab_size)
         params = token_rules.update_from_tokenizer(params, self.tokenizer)
         stops = {*(params.stop_token_ids or ()), *self.model_config.eos_token_ids}
         if params.min_tokens and len(stops) == self.model_config.vocab_size:

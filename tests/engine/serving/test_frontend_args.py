@@ -31,7 +31,8 @@ def certificate(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"allowed_origins": "*"}, "--allowed-origins '\\*': must be a JSON list"), ({"max_body_bytes": 5}, "max_body_bytes"),
+    [({"allowed_origins": "*"}, "--allowed-origins '\\*': must be a JSON list"),
+     ({"max_body_bytes": 5}, "max_body_bytes"),
      ({"allowed_methods": [1]}, "--allowed-methods"), ({"ssl_keyfile": "k"}, "--ssl-keyfile: needs --ssl-certfile"),
      ({"ssl_ca_certs": "k"}, "--ssl-ca-certs: needs"), ({"ssl_ciphers": "k"}, "--ssl-ciphers: needs"),
      ({"ssl_certfile": "/no/such"}, "--ssl-certfile /no/such: No such file"),

@@ -156,7 +156,7 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.root, serving.runtime_loras = args.model or str(folders.model_folder()), may_load_adapters(args)
     serving.system_fingerprint = system_fingerprint(args)
-    serving.parents = args.adapter_parents
+    serving.parents, serving.max_logprobs = args.adapter_parents, args.max_logprobs
     return serving
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import contextlib
 import gc

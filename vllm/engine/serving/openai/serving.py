@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +33,7 @@ from engine.sampling.guided.guide_queue import GuideQueue
 from engine.sampling.guided.structured_outputs import BROKEN
 from engine.sampling.guided.vocabulary import vocabulary_of
 from engine.sampling.sampler import Logprob
-from engine.sampling.token_rules import TokenizeParams
+from engine.sampling.token_rules import TokenizeParams, limit_logprobs
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import merge_outputs
 from engine.serving.frontend_args import FrontendArgs
@@ -72,6 +73,7 @@ class OpenAIServing:
     has_kv_connector = False  # does anybody read kv_transfer_params? (lesson 08)
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
     enable_auto_tool_choice = False
+    max_logprobs = 20  # that a request may ask for
     frontend = FrontendArgs()
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
@@ -331,11 +333,12 @@ class OpenAIServing:
         if isinstance(body, ChatCompletionRequest):
             if body.top_logprobs and not body.logprobs:
                 raise common.InputError("top_logprobs: needs logprobs to be true")
-            if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
+            least, most = (-1, math.inf) if self.max_logprobs == -1 else (0, self.max_logprobs)
+            if body.top_logprobs is not None and not least <= body.top_logprobs <= most:
+                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from {least} to {most}")
             limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            params = sampling_params(body, limit, logprobs, self.sampling_defaults)
+            params = limit_logprobs(sampling_params(body, limit, logprobs, self.sampling_defaults), self.max_logprobs)
             if tools.tool_choice(body) == "auto":  # to many models <tool_call> is a special token: it must be seen
                 params.skip_special_tokens = False
             return params
@@ -347,7 +350,7 @@ class OpenAIServing:
         if limit is None:  # a chat's null is all that is left; here it is 16
             limit = self.sampling_defaults.params.get("max_tokens", 16)
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
-        return sampling_params(body, limit, body.logprobs, self.sampling_defaults)
+        return limit_logprobs(sampling_params(body, limit, body.logprobs, self.sampling_defaults), self.max_logprobs)
 
     @functools.cached_property
     def guide_queue(self) -> Any:
