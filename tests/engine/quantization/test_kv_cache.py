@@ -586,7 +586,7 @@ def test_more_bits_are_closer(tiny_model):
         n: common.relative_error(run_chunks(tiny_model, cache, [40], tokens), exact) for n, cache in caches.items()
     }
     assert error["int8_per_token_head"] < error["fp8_per_token_head"] < error["int4_per_token_head"]
-    assert error["fp8"] < error["fp8_e5m2"] < error["int4_per_token_head"], "a bit of mantissa less"
+    assert 1.5 * error["fp8"] < error["fp8_e5m2"] < 3 * error["fp8"], "a bit of mantissa less"
     for family in ("int{}_per_token_head", "turboquant_{}bit", "int{}_plain"):
         assert error[family.format(4)] < error[family.format(3)] < error[family.format(2)]
     assert 0 < error["int8_per_token_head"] < 0.02
@@ -844,7 +844,7 @@ def test_recorded_errors_are_what_the_code_gives(real_model):
 @pytest.mark.slow
 def test_recorded_table_is_what_the_code_gives(real_model):
     model, tokenizer = real_model
-    check_errors(model, tokenizer, ["fp8", "int2_plain", "turboquant_2bit", "kivi_2bit"])
+    check_errors(model, tokenizer, ["fp8", "fp8_e5m2", "int2_plain", "turboquant_2bit", "kivi_2bit"])
     tokens, haystack = lesson.evaluation_tokens(tokenizer, 2048), page.Haystack.build(model, tokenizer)
     same_text = page.text_digest(tokens) == page.RECORDED["text"]
     # Where codes round is another CPU's choice. On an Intel Xeon, with and without its wide vectors, perplexity moved
