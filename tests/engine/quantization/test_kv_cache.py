@@ -48,8 +48,8 @@ def cases(fast):
 
 
 # Every grid, number of bits and way of scaling in fp32, and both 16-bit dtypes.
-FAST = ["fp8-fp32", "fp8-bf16", "fp8_e5m2-bf16", "int8_per_token_head-fp32", "int4_per_token_head-bf16", "int3_plain-fp32",
-        "int2_plain-fp16", "turboquant_2bit-fp32", "kivi_2bit-fp32", "kivi_2bit-bf16"]  # fmt: skip
+FAST = ["fp8-fp32", "fp8-bf16", "fp8_e5m2-bf16", "int8_per_token_head-fp32", "int4_per_token_head-bf16",
+        "int3_plain-fp32", "int2_plain-fp16", "turboquant_2bit-fp32", "kivi_2bit-fp32", "kivi_2bit-bf16"]  # fmt: skip
 
 
 # --- E4M3, bit by bit -------------------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ print(json.dumps(rows))
 """
 HOPPER = [("fp8", 128, "bfloat16", "sm_90"), ("int8_per_token_head", 128, "bfloat16", "sm_90"),
           ("fp8", 128, "bfloat16", "sm_80")]  # fmt: skip
-NVIDIA = [(name, D, dtype, target) for name in ("fp8", "fp8_e5m2", "fp8_per_token_head",
-          "int8_per_token_head", "int4_plain", "int3_plain", "turboquant_2bit", "kivi_2bit") for D in (64, 128) for dtype in ("bfloat16", "float16")
-          for target in ("sm_80", "sm_90", "sm_100")]  # fmt: skip
+NVIDIA = [(name, D, dtype, target) for name in ("fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head",
+          "int4_plain", "int3_plain", "turboquant_2bit", "kivi_2bit") for D in (64, 128)
+          for dtype in ("bfloat16", "float16") for target in ("sm_80", "sm_90", "sm_100")]  # fmt: skip
 
 
 def compile_job(cases):

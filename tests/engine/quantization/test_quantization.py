@@ -834,7 +834,7 @@ def test_windows_attend_to_themselves_alone(small_model):
 def test_fp8_per_tensor_has_one_scale(small_model):
     """As vLLM's; and `fp8` is its older name. What one scale costs shows where rows differ in size."""
     W = torch.randn(96, 64) * torch.logspace(-3, 0, 96)[:, None]
-    whole, rows = per_tensor(W, FORMATS["fp8"]), rtn(W, FORMATS["fp8"])
+    whole, rows = algorithms.per_tensor(W, FORMATS["fp8"]), rtn(W, FORMATS["fp8"])
     assert len(set(whole.scale.flatten().tolist())) == 1 and whole.scale.shape == rows.scale.shape
     assert whole.scale[0, 0] == W.abs().max() / 448 == rows.scale.max()
     kind = torch.float8_e4m3fn
