@@ -1,7 +1,7 @@
 """Names from which one is chosen, where the command line and those who check must agree.
 
-Owns names, and imports nothing: a command line is read before torch is there. It never says what a name means. vLLM:
-the `Literal`s of `vllm/config/`.
+Owns names; read by `EngineArgs`, by configurations and by the command line, before torch is there. It never says what a
+name means. vLLM: `vllm/config/`, each `Literal`.
 """
 
 from __future__ import annotations

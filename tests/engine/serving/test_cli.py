@@ -92,7 +92,7 @@ def test_a_device_from_a_file_is_everybodys(monkeypatch, tmp_path):
      ("--no-scheduler-reserve-full-isl", "scheduler_reserve_full_isl", False),
      ("--max-logprobs -1", "max_logprobs", -1),
      ("--device-memory-utilization 0.5", "gpu_memory_utilization", 0.5),
-     ("--generation-config vllm", "generation_config", "vllm"), 
+     ("--generation-config vllm", "generation_config", "vllm"),
      ("--kv-offloading-size 0.5", "kv_offloading_size", 0.5)],
 )  # fmt: skip
 def test_a_flags_value_reaches_the_engine(words, name, value):

@@ -1,7 +1,7 @@
 """Flags of vLLM's `serve` (0.33) that this one does not serve: what each does there, and why it is not here.
 
-Owns one row for each, by reason; `cli` reads it where a command line has a flag that it does not know. It is data: a
-flag that the command line gets leaves its row. What we serve is in `cli`. vLLM: `vllm/engine/arg_utils.py`,
+Owns one row for each, by reason; read by `cli` where a command line has a flag that it does not know. It never speaks
+of what we serve: a flag that the command line gets leaves its row. vLLM: `vllm/engine/arg_utils.py`,
 `vllm/entrypoints/common/cli_args.py`.
 """
 
