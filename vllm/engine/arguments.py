@@ -32,7 +32,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self.prepare, self.elsewhere = prepare, elsewhere
 
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  argparse declares it three times
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
         """As argparse's, but nothing is left over: an unknown word is an error here, where its flags are known."""
         words = [with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         words = [word for word in (self.prepare(self, words) if self.prepare else words) if not self.needless(word)]
