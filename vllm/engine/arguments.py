@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(words, namespace)
         if len(rest) == 1 and not rest[0].startswith("-"):  # Python 3.11 gives up on `[MODEL]` at the first flag
             for action in self._get_positional_actions():
-                if action.nargs == "?" and getattr(found, action.dest) is action.default:
+                if action.nargs == "?" and getattr(found, action.dest, action.default) is action.default:
                     setattr(found, action.dest, rest.pop())
                     break
         if rest:
