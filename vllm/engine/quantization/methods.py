@@ -38,7 +38,7 @@ class Method(NamedTuple):
 
 # What `--quantization` accepts. The names are vLLM's where it has them; but gptq and awq quantize here and now, while
 # vLLM only loads what others quantized (as `load_checkpoint` does), and our MX formats leave the activations alone.
-# Its fp8 once did what fp8_per_tensor does today.
+# Its fp8 once did what fp8_per_tensor does today; a shard of a matrix has a scale of its own here, not all ranks' one.
 METHOD_OF = {
     "int8_per_channel_weight_only": Method("int8"), "int8": Method("int8", activations="int8"),
     "smoothquant": Method("int8", "smoothquant", "int8"), "fp8_per_channel": Method("fp8", activations="fp8"),
