@@ -1,4 +1,4 @@
-"""`python -m vllm serve | proxy | bench | tune | replay | learn …`, from the repository root."""
+"""`python -m vllm serve | proxy | bench | tune | replay | learn | make-model …`, from the repository root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import common
 from engine import arguments
 from lab import cli
 
-COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn")
+COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn", "make-model")
 
 
 def main() -> None:
@@ -36,6 +36,10 @@ def main() -> None:
         from lab import replay
 
         replay.main(sys.argv[2:])
+    elif command == "make-model":
+        from lab import make_model
+
+        make_model.main(sys.argv[2:])
     elif command == "learn":
         from learn import cli as learning
 
