@@ -16,6 +16,7 @@ from typing import Any
 
 from engine import plugs
 from engine.config import LOWEST, POLICIES, SchedulerConfig, VllmConfig, check_model_len, check_numbers
+from engine.experts.config import ALL2ALL_BACKENDS
 from engine.kv_transfer.config import KVTransferConfig
 from engine.lora.config import LoRAConfig
 from engine.model import folders
@@ -116,6 +117,8 @@ class EngineArgs:
     tensor_parallel_size: int = ParallelConfig.tensor_parallel_size
     pipeline_parallel_size: int = ParallelConfig.pipeline_parallel_size
     distributed_executor_backend: str | None = ParallelConfig.distributed_executor_backend
+    enable_expert_parallel: bool = ParallelConfig.enable_expert_parallel
+    all2all_backend: str = ParallelConfig.all2all_backend
     data_parallel_size: int = 1
     data_parallel_size_local: int | None = None
     data_parallel_start_rank: int = 0
@@ -169,6 +172,7 @@ class EngineArgs:
             "scheduling_policy": POLICIES,
             "engine_place": PLACES,
             "attention_backend": ATTENTION_BACKENDS,
+            "all2all_backend": ALL2ALL_BACKENDS,
         }
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = ("hermes",)
@@ -311,7 +315,8 @@ class EngineArgs:
     @property
     def has_workers(self) -> bool:
         """Does the engine core send its decisions to an executor, in place of running the model itself?"""
-        return self.world_size > 1 or self.distributed_executor_backend is not None or self.async_scheduling
+        asked = self.distributed_executor_backend is not None or self.enable_expert_parallel
+        return self.world_size > 1 or asked or self.async_scheduling
 
     @property
     def names(self) -> list[str]:
@@ -336,6 +341,11 @@ def check_parallel(args: Any) -> None:
         raise common.InputError(
             "speculative_config: method early_exit: not together with pipeline_parallel_size: the "
             "last stage drafts, and has not the target's first layers"
+        )
+    if args.enable_expert_parallel and args.data_parallel_size > 1:
+        raise common.InputError(
+            "enable_expert_parallel: not together with data_parallel_size: engines would have to step together to "
+            "share experts, and here each steps alone; take tensor_parallel_size"
         )
     check_engines(args)
 

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# How ranks that have whole experts talk: all have all tokens and add what they know, or tokens travel.
+ALL2ALL_BACKENDS = ("allreduce", "all2all")
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -29,6 +32,7 @@ class MoEConfig:
     shared_intermediate_size: int = 0  # of the expert that every token visits; 0: there is none
     shared_gate: bool = False  # and what it says is weighted, token by token: Qwen2's
     dense_layers: tuple[int, ...] = ()  # these have one MLP, as every layer of a Llama
+    expert_parallel: str | None = None  # None: a rank has a slice of every expert; else one of ALL2ALL_BACKENDS
     held: range | None = None  # the experts that a rank has; None: all
 
     @property

@@ -44,7 +44,9 @@ def gate_up_kernel(x, weight, bias, order, tiles, out, K, I, stride_x, TOP_K: tl
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        rows = tl.load(x + token[:, None] * stride_x + k[None, :], mask=(m < end)[:, None] & (k < K)[None, :], other=0.0)
+        rows = tl.load(
+            x + token[:, None] * stride_x + k[None, :], mask=(m < end)[:, None] & (k < K)[None, :], other=0.0
+        )
         here = (n < I)[:, None] & (k < K)[None, :]
         w_gate = tl.load(gates + k[None, :], mask=here, other=0.0)
         w_up = tl.load(ups + k[None, :], mask=here, other=0.0)

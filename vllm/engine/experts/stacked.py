@@ -41,6 +41,11 @@ class StackedExperts:
         return F.linear(ACTIVATIONS[self.activation](F.linear(x, self.gate_up[i], up_bias)), self.down[i], down_bias)
 
     @property
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[E, 2·I, H] and [E, H, I]."""
+        return self.gate_up, self.down
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """All that they are made of."""
         found = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)

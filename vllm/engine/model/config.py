@@ -39,8 +39,13 @@ ABSENT: dict[str, dict[str, Any]] = {
     "mistral": {"max_position_embeddings": 131072, "eos_token_id": 2, "num_key_value_heads": 8},
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-    "mixtral": {"max_position_embeddings": 131072, "eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
     "qwen2_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 16},
     "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4},
 }

@@ -48,9 +48,9 @@ class Llama:
     Tensor names are Transformers', packed names are vLLM's.
 
     `linear` maps names such as "layers.0.qkv_proj" and "lm_head" to callables [T, in] -> [T, out]; replacing an entry
-    is how lessons quantize, shard or adapt a layer. `moe` has the layers of experts, by their number; what stands in
-    `linear` of such a layer is attention's, and the shared expert's if there is one. `num_heads` and `num_kv_heads` are what the packed projection
-    yields (a shard owns fewer than the config says).
+    is how lessons quantize, shard or adapt a layer. `moe` has the layers of experts, by their number; of such a layer
+    `linear` has attention's matrices, and the shared expert's. `num_heads` and `num_kv_heads` are what the packed
+    projection yields (a shard owns fewer than the config says).
     """
 
     def __init__(
@@ -86,7 +86,6 @@ class Llama:
             return Linear(self._own(weights))
 
         c = config
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.embed_tokens = self._own([get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)])
         self.norm = self._own([get("model.norm.weight", c.hidden_size)])
         self.input_norm: list[torch.Tensor] = []
@@ -96,28 +95,7 @@ class Llama:
         self.linear: dict[str, Any] = {}  # `Linear`, or what took its place
         self.moe: dict[int, MoELayer] = {}
         for i in range(c.num_hidden_layers):
-            p = f"model.layers.{i}"
-            self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
-            self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
-            if c.qk_norm:
-                self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
-                self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
-            found = {
-                "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
-                "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
-            }
-            kind, mlp, size = "", f"{p}.mlp", c.intermediate_size
-            if c.has_experts(i):
-                assert c.moe
-                self.moe[i] = self._moe_layer(mlp, c.moe, get)
-                kind, mlp, size = "shared_", f"{p}.mlp.shared_expert", c.moe.shared_intermediate_size
-            if size:
-                found |= {
-                    f"{kind}gate_up_proj": pack(mlp, ("gate_proj", "up_proj"), (size, size), c.hidden_size),
-                    f"{kind}down_proj": pack(mlp, ("down_proj",), (c.hidden_size,), size),
-                }
-            for name, packed in found.items():
-                self.linear[f"layers.{i}.{name}"] = packed
+            self._add_layer(i, get, pack)
         # Tied: the embedding matrix is the output matrix as well.
         head = None if c.tie_word_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
         self.linear["lm_head"] = Linear(self.embed_tokens if head is None else self._own([head]))
@@ -130,6 +108,33 @@ class Llama:
         """Stack along the output dimension; a lone tensor of the right dtype stays mapped from its file."""
         parts = [part.to(self.device, self.dtype) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _add_layer(self, i: int, get: Callable[..., torch.Tensor], pack: Callable[..., Linear]) -> None:
+        """The norms and matrices of a decoder layer, and its experts."""
+        c = self.config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        p = f"model.layers.{i}"
+        self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
+        self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
+        if c.qk_norm:
+            self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
+            self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
+        found = {
+            "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
+            "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
+        }
+        kind, mlp, size = "", f"{p}.mlp", c.intermediate_size
+        if c.has_experts(i):
+            assert c.moe
+            self.moe[i] = self._moe_layer(mlp, c.moe, get)
+            kind, mlp, size = "shared_", f"{p}.mlp.shared_expert", c.moe.shared_intermediate_size
+        if size:
+            found |= {
+                f"{kind}gate_up_proj": pack(mlp, ("gate_proj", "up_proj"), (size, size), c.hidden_size),
+                f"{kind}down_proj": pack(mlp, ("down_proj",), (c.hidden_size,), size),
+            }
+        for name, packed in found.items():
+            self.linear[f"layers.{i}.{name}"] = packed
 
     def _moe_layer(self, prefix: str, moe: MoEConfig, get: Callable[..., torch.Tensor]) -> MoELayer:
         """A router, and those experts that are held, each tensor copied to its place in a stack."""

@@ -58,7 +58,8 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def other_name(name: str) -> str:
     """Of a tensor of experts under Qwen's name, the one that a Mixtral's file has, or a DeepSeek's shared expert.
 
-    mlp.gate.weight -> block_sparse_moe.gate.weight, mlp.experts.0.up_proj.weight -> block_sparse_moe.experts.0.w3.weight
+    mlp.gate.weight -> block_sparse_moe.gate.weight
+    mlp.experts.0.up_proj.weight -> block_sparse_moe.experts.0.w3.weight
     """
     if ".mlp.shared_expert." in name:
         return name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")

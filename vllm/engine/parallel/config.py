@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import common
 
+import dataclasses
 from dataclasses import dataclass
 
+from engine.experts.config import ALL2ALL_BACKENDS
 from engine.model.config import LlamaConfig
 from engine.parallel.sharding import check_tensor_parallel_size
 
@@ -24,10 +26,17 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None  # None: uni for one rank, mp for more
     async_scheduling: bool = False
+    enable_expert_parallel: bool = False  # ranks have whole experts, not a slice of each
+    all2all_backend: str = ALL2ALL_BACKENDS[0]  # and talk in one of these ways
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def expert_parallel(self) -> str | None:
+        """How ranks with whole experts talk; None: they have none."""
+        return self.all2all_backend if self.enable_expert_parallel else None
 
     @property
     def backend(self) -> str:
@@ -54,7 +63,14 @@ class ParallelConfig:
                 f"pipeline_parallel_size {self.pipeline_parallel_size}: must be at most "
                 f"num_hidden_layers ({config.num_hidden_layers})"
             )
-        check_tensor_parallel_size(config, self.tensor_parallel_size)
+        moe, n = config.moe, self.tensor_parallel_size
+        if self.enable_expert_parallel:
+            if moe is None:
+                raise common.InputError("enable_expert_parallel: this model has no experts")
+            if n > moe.num_experts:
+                raise common.InputError(f"tensor_parallel_size {n}: must be at most num_experts ({moe.num_experts})")
+            moe = dataclasses.replace(moe, expert_parallel=self.expert_parallel)
+        check_tensor_parallel_size(dataclasses.replace(config, moe=moe), n)
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:

@@ -182,6 +182,7 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     quantization: str | None = None,
     embeds_last: bool = False,
     generation_config: str = "auto",
+    expert_parallel: str | None = None,
 ) -> PipelineStage:
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
@@ -189,9 +190,10 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
     is as a whole, `whole_config` says. With `embeds_last`, the last stage has the embedding in any case. Codes that a
     file has are cut; otherwise a rank quantizes what it owns, so where inputs are divided an output has a scale on each
-    rank.
+    rank. With `expert_parallel`, one of ALL2ALL_BACKENDS, a rank has whole experts.
     """
     with whole_weights(source, dtype, tp.device, quantization, generation_config) as (config, tensors, codes):
+        config = with_expert_parallel(config, expert_parallel)
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         shapes, embeds_last = llama.tensor_shapes(config), embeds_last or config.tie_word_embeddings
         embeds = {
@@ -202,7 +204,8 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
         elsewhere = [name for name, here in embeds.items() if not here and name in shapes]
         absent = {name: torch.zeros((), dtype=dtype).expand(shapes[name]) for name in elsewhere}
         part_of = functools.partial(stage_tensor, tensors, absent, start)
-        stage_config = dataclasses.replace(config, num_hidden_layers=end - start)
+        moe = config.moe and config.moe.of_stage(start, end)
+        stage_config = dataclasses.replace(config, num_hidden_layers=end - start, moe=moe)
         if tp.world_size > 1:
             model = TensorParallelStage(stage_config, part_of, tp, dtype)
         else:
@@ -227,6 +230,12 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     return stage
 
 
+def with_expert_parallel(config: LlamaConfig, expert_parallel: str | None) -> LlamaConfig:
+    """The same model, whose experts are dealt out whole if it has any."""
+    moe = config.moe and dataclasses.replace(config.moe, expert_parallel=expert_parallel)
+    return dataclasses.replace(config, moe=moe)
+
+
 def stage_tensor(tensors: Tensors, absent: dict[str, torch.Tensor], first_layer: int, name: str) -> torch.Tensor | None:
     """A weight by the name that it has in a stage; in place of one that the stage has not, what is in `absent`."""
     if name in absent:
@@ -246,6 +255,7 @@ def skeleton(config: LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) 
     deepest = dataclasses.replace(config, num_hidden_layers=max(end - start for start, end in stages))
     n, model = parallel.tensor_parallel_size, object.__new__(Skeleton)
     model.config, model.dtype, model.device, model.linear = deepest, dtype, torch.device("cpu"), {}
+    model.moe = {}
     model.whole_config = config
     model.num_heads, model.num_kv_heads = config.num_attention_heads // n, max(1, config.num_key_value_heads // n)
     return model
@@ -257,4 +267,6 @@ def parameters_held(model: llama.Llama) -> int:
     layers: dict[str, Any] = model.linear
     for layer in layers.values():
         tensors += [layer.weight, layer.bias]
+    for moe in model.moe.values():
+        tensors += moe.tensors
     return sum({t.data_ptr(): t.numel() for t in tensors if t is not None}.values())

@@ -57,7 +57,14 @@ class Worker:
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
         self.model = load_stage(
-            spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last, spec.generation_config
+            spec.model,
+            spec.dtype,
+            self.tp,
+            self.pp,
+            spec.quantization,
+            spec.embeds_last,
+            spec.generation_config,
+            spec.parallel.expert_parallel,
         )
         return parameters_held(self.model)
 

@@ -22,6 +22,7 @@ from typing import Any
 from engine import arguments, plugs
 from engine.config import POLICIES
 from engine.engine_args import DEFAULTS, PLACES, ROUTING, EngineArgs
+from engine.experts.config import ALL2ALL_BACKENDS
 from engine.parallel.config import BACKENDS
 from engine.registry import ATTENTION_BACKENDS
 from engine.serving import sockets
@@ -170,6 +171,8 @@ def add_parallel_flags(add: Callable[..., Any]) -> None:
     """Workers, engines and machines."""
     add("--tensor-parallel-size", "-tp", type=WHOLE(), metavar="N", help="shards of a layer (06c)")
     add("--pipeline-parallel-size", "-pp", type=WHOLE(), metavar="N", help="ranges of layers (06c)")
+    add("--enable-expert-parallel", "-ep", action=SWITCH, help="shards have whole experts, not slices of each")
+    add("--all2all-backend", choices=ALL2ALL_BACKENDS, help="what travels then: sums, or tokens to their experts")
     add("--distributed-executor-backend", choices=BACKENDS, help="where workers run (06c)")
     add("--data-parallel-size", "-dp", type=WHOLE(), metavar="N", help="engines (06c)")
     add("--data-parallel-size-local", "-dpl", type=WHOLE(), metavar="N", help="of these, on this machine")
