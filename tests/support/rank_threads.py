@@ -55,7 +55,6 @@ class ThreadGroup(GroupCoordinator):
         self._count("all_gather", out)
         return out
 
-
     def all_to_all(self, rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, list[int]]:
         if self.world_size == 1:
             return super().all_to_all(rows, counts)

@@ -31,7 +31,7 @@ class StackedExperts:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """y_t = Σ_j weights[t, j] · expert_{ids[t, j]}(x_t). Shapes: x [T, H], weights, ids [T, k] -> [T, H]."""
-        if not common.runs_kernel(x):
+        if not (len(x) and common.runs_kernel(x)):
             return by_expert(x, weights, ids, self.held, self.one)
         return grouped_matmul.fused_experts(x, weights, ids, self)
 
@@ -74,4 +74,4 @@ def by_expert(
             y = one(expert - held.start, x[mine // ids.shape[1]])
             said[mine] = y * weights.flatten()[mine, None].to(y.dtype)
         start += count
-    return said.view(*ids.shape, -1).sum(1)
+    return said.unflatten(0, ids.shape).sum(1)

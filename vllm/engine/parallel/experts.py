@@ -94,7 +94,7 @@ def dispatch(  # noqa: PLR0913  three tensors of a layer, and who answers
     back, _ = group.all_to_all(done, senders)
     said = torch.empty_like(back)
     said[order] = back * weights.flatten()[order, None].to(back.dtype)
-    return said.view(*ids.shape, -1).sum(1)
+    return said.unflatten(0, ids.shape).sum(1)
 
 
 def shared_by(layer: MoELayer, group: GroupCoordinator) -> MoELayer:

@@ -1,0 +1,199 @@
+"""Experts on several ranks, in slices or whole: the layer, the model and the engine are those of one rank."""
+
+from __future__ import annotations
+
+import common
+
+import dataclasses
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.engine_args import EngineArgs
+from engine.experts.config import ALL2ALL_BACKENDS
+from engine.experts.routing import route
+from engine.kv_transfer.digest import weights_digest
+from engine.llm import make_llm_engine
+from engine.model import llama
+from engine.parallel import executors, stages
+from engine.parallel.config import ParallelConfig
+from engine.parallel.experts import dispatch
+from engine.parallel.model import TensorParallelLlama, map_local
+from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.sharding import experts_of
+from engine.parallel.shards import model_tensors
+from engine.parallel.worker import WorkerSpec
+from lab import naive
+from support import mixtures, small_cores
+from support.close import assert_close
+from support.mixtures import CPU, MIXTURES
+from support.rank_threads import WorkerThreads, in_threads
+from support.small_cores import PROMPTS, remote_runner, scheduler_of
+
+IDS = [5, 1, 77, 126, 0, 63, 64, 31, 32, 99]
+
+
+def logits_of(model):
+    positions = torch.arange(len(IDS))
+    return model.logits(model.forward(torch.tensor(IDS), positions, naive.recompute))
+
+
+@functools.cache
+def whole(family):
+    return llama.random_model(device=CPU, **MIXTURES[family])
+
+
+def shard(family, group, way):
+    config = stages.with_expert_parallel(whole(family).config, way)
+    return TensorParallelLlama(config, model_tensors(whole(family)), group)
+
+
+@pytest.mark.parametrize("way", [None, *ALL2ALL_BACKENDS])
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_shards_are_the_model(n, family, way):
+    """Six experts on four ranks: one or two each. Every expert is somewhere once, and neurons of it are if it is cut."""
+
+    def rank(group):
+        model = shard(family, group, way)
+        return logits_of(model), model.num_parameters, weights_digest(model)
+
+    found = in_threads(n, rank)
+    for out, _, digest in found:
+        assert_close(out, logits_of(whole(family)))
+        assert out.equal(found[0][0]) and digest == found[0][2] == weights_digest(whole(family))
+    c = whole(family).config
+    layers = len(whole(family).moe)
+    copied = whole(family).norms + [whole(family).norm] + [m.gate for m in whole(family).moe.values()]
+    copied += [m.shared_gate for m in whole(family).moe.values() if m.shared_gate is not None]
+    kv_copies = max(1, n // c.num_key_value_heads) - 1
+    extra = (n - 1) * sum(t.numel() for t in copied) + kv_copies * c.num_hidden_layers * 2 * 2 * 16 * c.hidden_size
+    assert layers and sum(held for _, held, _ in found) == whole(family).num_parameters + extra
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_travels(n):
+    """An all-reduce does not ask how many experts a token visits; an all-to-all sends each pair to another's expert."""
+    T, H, k = len(IDS), 80, 2
+    counts = {way: in_threads(n, lambda group, way=way: (logits_of(shard("mixtral", group, way)), group.take_counts())[1])
+              for way in (None, *ALL2ALL_BACKENDS)}  # fmt: skip
+    assert counts[None] == counts["allreduce"]
+    assert counts[None][0]["all_reduce"] == {"calls": 1 + 2 * 2, "bytes": 5 * T * H * 4}
+    for found in counts["all2all"]:
+        assert found["all_reduce"]["calls"] == 1 + 2 and found["all_to_all"]["calls"] == 2 * 3
+        assert found["all_gather"]["calls"] == 2 + 1
+    sent = sum(found["all_to_all"]["bytes"] for found in counts["all2all"])
+    assert 0 < sent <= 2 * k * T * (2 * H * 4 + 8), "there and back, and which expert is meant"
+
+
+@pytest.mark.parametrize("T", [0, 1, 7])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_rank_with_no_token_and_an_expert_that_everybody_wants(n, T):
+    config = dataclasses.replace(mixtures.MIXTURE, top_k=1)
+    x = torch.rand(T, 32) + 0.1
+    layer = mixtures.layer(config, 32)
+    layer.gate = torch.zeros(6, 32)
+    layer.gate[4] = 1
+
+    def rank(group):
+        r = group.rank_in_group
+        local = mixtures.experts(6, 32, 48, held=experts_of(config, r, n))
+        share = -(-T // n)
+        mine = x[r * share : (r + 1) * share]
+        return dispatch(mine, *route(F.linear(mine, layer.gate), config), local, group, config)
+
+    out = torch.cat(in_threads(n, rank))
+    assert out.shape == x.shape
+    if T:
+        assert_close(out, layer(x))
+
+
+def test_what_replaces_matrices_replaces_those_of_a_rank():
+    """Packing leaves experts as they are, and the collectives around them."""
+
+    def rank(group):
+        return logits_of(map_local(shard("mixtral", group, None), lambda model: model))
+
+    for out in in_threads(2, rank):
+        assert_close(out, logits_of(whole("mixtral")))
+
+
+# --- Workers --------------------------------------------------------------------------------------------------------
+
+
+def serve(family, parallel):
+    executor = WorkerThreads(parallel)
+    executor.collective_rpc("load_model", WorkerSpec(MIXTURES[family], parallel))
+    scheduler = scheduler_of()
+    core = PipelineEngineCore(scheduler, remote_runner(executor, parallel, scheduler), parallel.pipeline_parallel_size)
+    tokens = small_cores.serve(core)
+    executor.shutdown()
+    return tokens
+
+
+@pytest.mark.parametrize(("tp", "pp", "way"), [(2, 1, None), (2, 1, "all2all"), (2, 2, "allreduce"), (1, 3, None)])
+def test_every_layout_writes_the_same_tokens(tp, pp, way):
+    """Chunks, five requests of all lengths. A stage counts its layers, and which of them have none, from its first."""
+    about = {"enable_expert_parallel": way is not None, **({"all2all_backend": way} if way else {})}
+    tokens = serve("qwen3_moe", ParallelConfig(tp, pp, **about))
+    model = whole("qwen3_moe")
+    assert tokens == [naive.generate(model, prompt, len(written)) for prompt, written in zip(PROMPTS, tokens)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ALL2ALL_BACKENDS)
+def test_processes_write_the_same_tokens_and_one_that_is_killed_ends_the_engine_with_a_reason(way):
+    """The others wait for its experts in the middle of a layer: whoever died is named, and not they."""
+    from engine.request import Request, SamplingParams
+
+    parallel = ParallelConfig(2, enable_expert_parallel=True, all2all_backend=way)
+    executor = executors.MultiprocExecutor(2)
+    try:
+        executor.collective_rpc("load_model", WorkerSpec(MIXTURES["qwen3_moe"], parallel))
+        scheduler = scheduler_of()
+        core = PipelineEngineCore(scheduler, remote_runner(executor, parallel, scheduler), 1)
+        assert small_cores.serve(core) == serve("qwen3_moe", ParallelConfig())
+        core.add_request(Request("x", [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)))
+        core.step()
+        executor.processes[1].kill()
+        with pytest.raises(executors.ExecutorFailed, match=r"worker 1 of 2 died \(signal SIGKILL\)"):
+            while core.scheduler.has_unfinished_requests():
+                core.step()
+        assert not any(process.is_alive() for process in executor.processes)
+    finally:
+        executor.shutdown()
+
+
+# --- What cannot be -------------------------------------------------------------------------------------------------
+
+
+def test_layouts_that_cannot_be_are_refused():
+    config = whole("qwen3_moe").config
+    for parallel, words in (
+        (ParallelConfig(2, enable_expert_parallel=True), None),
+        (ParallelConfig(8, enable_expert_parallel=True), "tensor_parallel_size 8: must be at most num_experts (6)"),
+        (ParallelConfig(3), "moe_intermediate_size (48)"),
+    ):
+        if words is None:
+            parallel.check(config)
+        else:
+            with pytest.raises(common.InputError, match=re.escape(words)):
+                parallel.check(config)
+    with pytest.raises(common.InputError, match="enable_expert_parallel: this model has no experts"):
+        ParallelConfig(2, enable_expert_parallel=True).check(llama.random_model(device=CPU).config)
+    narrow = dataclasses.replace(config, moe=dataclasses.replace(config.moe, intermediate_size=47))
+    with pytest.raises(common.InputError, match=r"moe_intermediate_size \(47\).*allowed for this model: 1$"):
+        ParallelConfig(2).check(narrow)
+    ParallelConfig(2, enable_expert_parallel=True).check(narrow)  # nobody cuts an expert
+
+
+def test_flags_that_cannot_be_are_refused():
+    with pytest.raises(common.InputError, match="all2all_backend 'nccl': must be one of allreduce, all2all"):
+        EngineArgs(all2all_backend="nccl")
+    with pytest.raises(common.InputError, match="enable_expert_parallel: not together with data_parallel_size"):
+        EngineArgs(enable_expert_parallel=True, data_parallel_size=2)
+    with pytest.raises(common.InputError, match="enable_expert_parallel: this model has no experts"):
+        make_llm_engine(enable_expert_parallel=True)
