@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.experts.stacked import StackedExperts
 from engine.quantization import formats, kv_codes
 
 CACHES = {  # formats: query heads, KV heads, head size, of SmolLM2 and of an 8B Llama
@@ -143,6 +144,19 @@ def dequant_matmul(m: Any, dtype: torch.dtype) -> None:
         m.dequant_matmul(empty(M, K, dtype=dtype), weight)
 
 
+def grouped_matmul(m: Any, dtype: torch.dtype) -> None:
+    """Both kernels at the experts of Qwen3-30B-A3B, for decode batches and prompts, and at gpt-oss-20b's."""
+    empty = functools.partial(torch.empty, device="meta")
+    for tokens, k, E, H, I, bias in ((32, 8, 128, 2048, 768, False), (4096, 8, 128, 2048, 768, False),
+                                     (64, 4, 32, 2880, 2880, True)):  # fmt: skip
+        block_m, *blocks = m.choose_tiles(dtype, tokens * k, E)
+        tiles = m.Tiles(empty(tokens * k, dtype=torch.int64), empty(tokens * k, 3, dtype=torch.int32), block_m)
+        biases = (empty(E, 2 * I, dtype=dtype), empty(E, H, dtype=dtype)) if bias else (None, None)
+        stacks = empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)
+        experts = StackedExperts(range(E), *stacks, *biases, activation="swiglu_oai" if bias else "silu")
+        m.run_tiles(empty(tokens, H, dtype=dtype), empty(tokens, k), tiles, experts, tuple(blocks))
+
+
 def kv_decode(m: Any, dtype: torch.dtype) -> None:
     """The kernel, on every grid, at the shapes of SmolLM2 and of an 8B Llama, on meta tensors."""
     empty = functools.partial(torch.empty, device="meta")
@@ -225,6 +239,7 @@ EXAMPLES = {
     "10_chunked_prefill": chunked_prefill,
     "11_preemption": preemption,
     "12_multi_lora": multi_lora,
+    "engine.experts.grouped_matmul": grouped_matmul,
     "engine.kv_transfer.kernels": kernels,
     "engine.quantization.activations": activations,
     "engine.quantization.dequant_matmul": dequant_matmul,

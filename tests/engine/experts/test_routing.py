@@ -33,7 +33,7 @@ def test_softmax_then_the_largest(renormalize):
 def test_a_softmax_of_the_chosen_alone_is_the_renormalized_one():
     """gpt-oss takes it after the choice, Mixtral before it: the same numbers."""
     logits = torch.randn(50, 8)
-    weights, ids = route(logits, CONFIG)
+    weights, _ = route(logits, CONFIG)
     assert_close(weights, logits.topk(3, dim=1).values.softmax(1))
 
 
@@ -72,7 +72,7 @@ def test_equal_to_deepseeks_router(groups, best, renormalize, scale):
 
 
 def test_equal_to_gpt_oss_layer():
-    """A router with a bias, experts with biases, and a gate that is cut at 7: all of the layer but where it is stored."""
+    """A router with a bias, experts with biases, and a gate that is cut at 7."""
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 

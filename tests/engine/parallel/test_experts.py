@@ -55,7 +55,7 @@ def shard(family, group, way):
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_shards_are_the_model(n, family, way):
-    """Six experts on four ranks: one or two each. Every expert is somewhere once, and neurons of it are if it is cut."""
+    """Six experts on four ranks: one or two each. Every weight of an expert is somewhere exactly once."""
 
     def rank(group):
         model = shard(family, group, way)
@@ -78,8 +78,12 @@ def test_shards_are_the_model(n, family, way):
 def test_what_travels(n):
     """An all-reduce does not ask how many experts a token visits; an all-to-all sends each pair to another's expert."""
     T, H, k = len(IDS), 80, 2
-    counts = {way: in_threads(n, lambda group, way=way: (logits_of(shard("mixtral", group, way)), group.take_counts())[1])
-              for way in (None, *ALL2ALL_BACKENDS)}  # fmt: skip
+
+    def rank(group, way):
+        logits_of(shard("mixtral", group, way))
+        return group.take_counts()
+
+    counts = {way: in_threads(n, functools.partial(rank, way=way)) for way in (None, *ALL2ALL_BACKENDS)}
     assert counts[None] == counts["allreduce"]
     assert counts[None][0]["all_reduce"] == {"calls": 1 + 2 * 2, "bytes": 5 * T * H * 4}
     for found in counts["all2all"]:
