@@ -19,13 +19,23 @@ from engine.experts.routing import route
 class Experts(Protocol):
     """What multiplies: floats, codes, or one rank's part of either."""
 
+    @property
+    def held(self) -> range:
+        """The experts that are here."""
+        ...
+
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """y_t = Σ_j weights[t, j] · expert_{ids[t, j]}(x_t). Shapes: x [T, H], weights, ids [T, k] -> [T, H]."""
         ...
 
     @property
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights or codes of those held, [E, 2·I, …] and [E, H, …]."""
+        ...
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that they are made of."""
+        """All floats that they are made of."""
         ...
 
 

@@ -47,7 +47,7 @@ def weights_digest(model: Any) -> str:
     for moe in model.moe.values():
         gates = [moe.gate, *(() if moe.shared_gate is None else (moe.shared_gate,))]
         sums += [total(gate) * (rank == 0) for gate in gates]  # whole on every rank
-        gate_up, down = getattr(moe.experts, "local", moe.experts).matrices  # this rank's part
+        gate_up, down = moe.experts.matrices  # this rank's part
         sums += [total(gate_up[..., ::SAMPLE]), total(down[:, ::SAMPLE])]
     found = torch.stack(sums)
     found = group.all_reduce(found) if group else found

@@ -34,6 +34,16 @@ class ReducedExperts:
         return self.group.all_reduce(self.local(x, weights, ids))
 
     @property
+    def held(self) -> range:
+        """The experts of which a part is here."""
+        return self.local.held
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of this rank's part."""
+        return self.local.matrices
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """Of this rank's part."""
         return self.local.tensors
@@ -59,6 +69,16 @@ class DispatchedExperts:
         mine = slice(r * share, (r + 1) * share)
         y = dispatch(x[mine], weights[mine], ids[mine], self.local, self.group, self.config)
         return self.group.all_gather(F.pad(y, (0, 0, 0, share - len(y))), dim=0)[:T]
+
+    @property
+    def held(self) -> range:
+        """The experts of which a part is here."""
+        return self.local.held
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of this rank's part."""
+        return self.local.matrices
 
     @property
     def tensors(self) -> list[torch.Tensor]:
