@@ -71,3 +71,12 @@ def test_a_router_that_prefers_some():
     ids = experts.routed(MoEConfig(32, 4, 8), 50, 1.0)
     assert all(len(set(row)) == 4 for row in ids.tolist()) and math.prod(ids.shape) == 200
     assert ids.equal(experts.routed(MoEConfig(32, 4, 8), 50, 1.0)) and ids.dtype == torch.int64
+
+
+def test_replicas_let_ranks_wait_less():
+    """Packing helps against experts that share a rank by chance; against one that everybody wants, replicas do."""
+    for skew, found in experts.facts()["balance"].items():
+        chance = 1.05 if skew == "skew_0" else 1  # of tokens that nobody could know
+        assert 1 <= found["16_replicas"] <= found["packed"] <= chance * found["plain"], skew
+    even, skewed = experts.facts()["balance"]["skew_0"], experts.facts()["balance"]["skew_1"]
+    assert even["plain"] < 1.1 and skewed["plain"] > 2 and skewed["packed"] > 1.5 and skewed["16_replicas"] < 1.1

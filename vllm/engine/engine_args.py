@@ -46,6 +46,8 @@ AT_LEAST = LOWEST | {
     "seed": 0,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
+    "num_redundant_experts": 0,
+    "eplb_step_interval": 1,
     "data_parallel_size": 1,
     "data_parallel_size_local": 0,
     "data_parallel_start_rank": 0,
@@ -119,6 +121,9 @@ class EngineArgs:
     distributed_executor_backend: str | None = ParallelConfig.distributed_executor_backend
     enable_expert_parallel: bool = ParallelConfig.enable_expert_parallel
     all2all_backend: str = ParallelConfig.all2all_backend
+    enable_eplb: bool = ParallelConfig.enable_eplb
+    num_redundant_experts: int = ParallelConfig.num_redundant_experts
+    eplb_step_interval: int = ParallelConfig.eplb_step_interval
     data_parallel_size: int = 1
     data_parallel_size_local: int | None = None
     data_parallel_start_rank: int = 0
@@ -315,7 +320,7 @@ class EngineArgs:
     @property
     def has_workers(self) -> bool:
         """Does the engine core send its decisions to an executor, in place of running the model itself?"""
-        asked = self.distributed_executor_backend is not None or self.enable_expert_parallel
+        asked = self.distributed_executor_backend is not None or self.enable_expert_parallel or self.enable_eplb
         return self.world_size > 1 or asked or self.async_scheduling
 
     @property
@@ -347,7 +352,20 @@ def check_parallel(args: Any) -> None:
             "enable_expert_parallel: not together with data_parallel_size: engines would have to step together to "
             "share experts, and here each steps alone; take tensor_parallel_size"
         )
+    check_eplb(args)
     check_engines(args)
+
+
+def check_eplb(args: Any) -> None:
+    """Raises InputError for experts that cannot move, or that nobody moves."""
+    if args.num_redundant_experts and not args.enable_eplb:
+        raise common.InputError("num_redundant_experts: needs enable_eplb, or nobody would have one")
+    if not args.enable_eplb:
+        return
+    if not args.enable_expert_parallel or args.all2all_backend != "all2all":
+        raise common.InputError("enable_eplb: needs enable_expert_parallel and all2all_backend all2all")
+    if args.quantization:
+        raise common.InputError("enable_eplb: not together with quantization: experts that are codes do not move")
 
 
 def check_engines(args: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from engine.experts.config import MoEConfig
 from engine.model import llama
 from engine.model.config import LlamaConfig
+from engine.parallel.eplb import Placement, rebalance_experts
 from lab.hardware import HARDWARE
 from lab.roofline import slug
 
@@ -106,15 +107,43 @@ def facts_of(config: LlamaConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def busiest(config: MoEConfig, ranks: int, replicas: int | None, skew: float, tokens: int = 4096) -> float:
+    """What the busiest rank has to do in a step, times what a rank has on average: so much longer the others wait.
+
+    `replicas` None leaves experts in order; otherwise they are where the step before would have had them (EPLB).
+    """
+    before, now = (
+        routed(config, tokens, skew, seed=seed).flatten().bincount(minlength=config.num_experts).tolist()
+        for seed in (0, 1)
+    )
+    placement = Placement.plain(config.num_experts, ranks)
+    if replicas is not None:
+        placement = rebalance_experts(before, config.num_experts + replicas, ranks)
+    return max(placement.rank_loads(now)) * ranks / sum(now)
+
+
+def balance_facts(config: MoEConfig, ranks: int = 16) -> dict[str, Any]:
+    """How long ranks wait for the busiest, with experts in order, packed, and with replicas, as traffic is skewed."""
+    ways = {"plain": None, "packed": 0, "16_replicas": 16, "32_replicas": 32}
+    return {
+        f"skew_{skew:g}".replace(".", "_"): {
+            name: busiest(config, ranks, replicas, skew) for name, replicas in ways.items()
+        }
+        for skew in (0.0, 0.5, 1.0)
+    }
+
+
 @functools.cache
 def facts() -> dict[str, Any]:
-    """Deterministic numbers, by model."""
-    return {slug(name): facts_of(config) for name, config in MODELS.items()}
+    """Deterministic numbers, by model, and how evenly 16 ranks share the experts of Qwen3-30B-A3B."""
+    moe = MODELS["Qwen3-30B-A3B"].moe
+    assert moe
+    return {slug(name): facts_of(config) for name, config in MODELS.items()} | {"balance": balance_facts(moe)}
 
 
 def routed(config: MoEConfig, tokens: int, skew: float = 0.0, seed: int = 0) -> torch.Tensor:
     """Ids [tokens, k] of a router that prefers some experts: the odds of the r-th most popular are (r + 1)^−skew."""
     generator = torch.Generator().manual_seed(seed)
     odds = (torch.arange(config.num_experts) + 1.0) ** -skew
-    popular = torch.randperm(config.num_experts, generator=generator)
+    popular = torch.randperm(config.num_experts, generator=torch.Generator().manual_seed(0))  # whatever the tokens are
     return popular[odds.expand(tokens, -1).multinomial(config.top_k, generator=generator)]

@@ -31,6 +31,7 @@ from engine.experts.layer import MoELayer
 from engine.experts.routing import route
 from engine.experts.stacked import StackedExperts
 from engine.model.config import LlamaConfig
+from engine.parallel.eplb import Placement
 from engine.parallel.experts import ReducedExperts, dispatch
 from engine.parallel.sharding import divides, experts_of
 from lab import figures, roofline
@@ -97,7 +98,7 @@ def expert_parallel_moe(layer: MoELayer, x: torch.Tensor, group: GroupCoordinato
     """Rank r owns experts [r·E/n, (r+1)·E/n). `x` are this rank's own tokens, [T/n, H]; returns their results."""
     whole, held = stacked(layer), experts_of(layer.config, group.rank_in_group, group.world_size)
     mine = StackedExperts(held, whole.gate_up[held.start : held.stop], whole.down[held.start : held.stop])
-    return dispatch(x, *choose(layer, x), mine, group, layer.config)
+    return dispatch(x, *choose(layer, x), mine, group, Placement.plain(layer.config.num_experts, group.world_size))
 
 
 def sequence_parallel_block(

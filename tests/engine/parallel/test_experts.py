@@ -18,8 +18,9 @@ from engine.experts.routing import route
 from engine.kv_transfer.digest import weights_digest
 from engine.llm import make_llm_engine
 from engine.model import llama
-from engine.parallel import executors, stages
+from engine.parallel import executors
 from engine.parallel.config import ParallelConfig
+from engine.parallel.eplb import Placement
 from engine.parallel.experts import dispatch
 from engine.parallel.model import TensorParallelLlama, map_local
 from engine.parallel.pipeline import PipelineEngineCore
@@ -47,7 +48,8 @@ def whole(family):
 
 
 def shard(family, group, way):
-    config = stages.with_expert_parallel(whole(family).config, way)
+    about = {"enable_expert_parallel": True, "all2all_backend": way} if way else {}
+    config = ParallelConfig(group.world_size, **about).shared_experts(whole(family).config)
     return TensorParallelLlama(config, model_tensors(whole(family)), group)
 
 
@@ -107,7 +109,7 @@ def test_a_rank_with_no_token_and_an_expert_that_everybody_wants(n, T):
         local = mixtures.experts(6, 32, 48, held=experts_of(config, r, n))
         share = -(-T // n)
         mine = x[r * share : (r + 1) * share]
-        return dispatch(mine, *route(F.linear(mine, layer.gate), config), local, group, config)
+        return dispatch(mine, *route(F.linear(mine, layer.gate), config), local, group, Placement.plain(6, n))
 
     out = torch.cat(in_threads(n, rank))
     assert out.shape == x.shape
@@ -201,3 +203,62 @@ def test_flags_that_cannot_be_are_refused():
         EngineArgs(enable_expert_parallel=True, data_parallel_size=2)
     with pytest.raises(common.InputError, match="enable_expert_parallel: this model has no experts"):
         make_llm_engine(enable_expert_parallel=True)
+
+
+# --- Experts that move ----------------------------------------------------------------------------------------------
+
+
+def moving(tp, interval=3, spare=2):
+    return ParallelConfig(tp, enable_expert_parallel=True, all2all_backend="all2all", enable_eplb=True,
+                          num_redundant_experts=spare, eplb_step_interval=interval)  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_experts_move_and_nothing_is_written_otherwise(n):
+    """Every second step they are where the last two had better found them; a step's answers do not change."""
+    config = moving(n, 2, spare=2).shared_experts(whole("mixtral").config)
+    want = logits_of(whole("mixtral"))
+
+    def rank(group):
+        model = TensorParallelLlama(config, model_tensors(whole("mixtral")), group)
+        seen = [model.moe[1].experts.placement]
+        for _ in range(5):
+            assert_close(logits_of(model), want)
+            seen.append(model.moe[1].experts.placement)
+        return seen, model.moe[1].experts.local
+
+    found = in_threads(n, rank)
+    seen, _ = found[0]
+    assert all(other == seen for other, _ in found), "all ranks know where everybody is"
+    assert len(seen[0].experts) == 8 and sorted({*seen[0].experts}) == [*range(6)]
+    assert seen[0] == seen[1] != seen[2] == seen[3] or n == 1
+    original = whole("mixtral").moe[1].experts
+    for r, (_, local) in enumerate(found):
+        for i, slot in enumerate(seen[-1].slots(r)):
+            assert local.down[i].equal(original.down[seen[-1].experts[slot]])
+            assert local.gate_up[i].equal(original.gate_up[seen[-1].experts[slot]])
+        assert local.held == seen[-1].slots(r)
+
+
+def test_an_engine_whose_experts_move():
+    tokens = serve("qwen3_moe", moving(2))
+    model = whole("qwen3_moe")
+    assert tokens == [naive.generate(model, prompt, len(written)) for prompt, written in zip(PROMPTS, tokens)]
+
+
+def test_experts_that_cannot_move_are_refused():
+    ep = {"enable_expert_parallel": True, "all2all_backend": "all2all"}
+    for about, words in (
+        ({"enable_eplb": True}, "enable_eplb: needs enable_expert_parallel and all2all_backend all2all"),
+        (
+            {"enable_eplb": True, "enable_expert_parallel": True},
+            "enable_eplb: needs enable_expert_parallel and all2all",
+        ),
+        ({"num_redundant_experts": 2, **ep}, "num_redundant_experts: needs enable_eplb"),
+        ({"enable_eplb": True, "quantization": "int8", **ep}, "enable_eplb: not together with quantization"),
+        ({"enable_eplb": True, "eplb_step_interval": 0, **ep}, "eplb_step_interval 0"),
+    ):
+        with pytest.raises(common.InputError, match=re.escape(words)):
+            EngineArgs(**about)
+    with pytest.raises(common.InputError, match=r"num_redundant_experts 1: tensor_parallel_size \(2\) must.*\(7\)"):
+        moving(2, spare=1).check(whole("mixtral").config)

@@ -33,6 +33,8 @@ class MoEConfig:
     shared_gate: bool = False  # and what it says is weighted, token by token: Qwen2's
     dense_layers: tuple[int, ...] = ()  # these have one MLP, as every layer of a Llama
     expert_parallel: str | None = None  # None: a rank has a slice of every expert; else one of ALL2ALL_BACKENDS
+    eplb_step_interval: int = 0  # experts move after so many steps; 0: they stay where they are
+    num_redundant_experts: int = 0  # slots that a layer has beyond one for each expert
     held: range | None = None  # the experts that a rank has; None: all
 
     @property

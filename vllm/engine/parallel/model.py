@@ -18,7 +18,7 @@ import torch
 from engine.distributed.group import GroupCoordinator
 from engine.model import folders, llama, weights
 from engine.model.config import LlamaConfig
-from engine.parallel.experts import local_experts, shared_by
+from engine.parallel.experts import local_experts, shared_by, with_local
 from engine.parallel.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -101,7 +101,7 @@ def map_local(model: TensorParallelLlama, change: Callable[[llama.Llama], llama.
     inner.moe = {i: dataclasses.replace(layer, experts=local_experts(layer)) for i, layer in model.moe.items()}
     different = change(inner)
     changed, outer.linear = different.linear, {}
-    outer.moe = {i: shared_by(layer, model.group) for i, layer in different.moe.items()}
+    outer.moe = {i: with_local(layer, different.moe[i].experts) for i, layer in model.moe.items()}
     for name, layer in whole.items():
         outer.linear[name] = part = copy.copy(layer)
         part.local = changed[name]

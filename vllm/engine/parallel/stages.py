@@ -182,7 +182,7 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     quantization: str | None = None,
     embeds_last: bool = False,
     generation_config: str = "auto",
-    expert_parallel: str | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> PipelineStage:
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
@@ -190,10 +190,10 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
     is as a whole, `whole_config` says. With `embeds_last`, the last stage has the embedding in any case. Codes that a
     file has are cut; otherwise a rank quantizes what it owns, so where inputs are divided an output has a scale on each
-    rank. With `expert_parallel`, one of ALL2ALL_BACKENDS, a rank has whole experts.
+    rank. How ranks share experts, `parallel` says.
     """
     with whole_weights(source, dtype, tp.device, quantization, generation_config) as (config, tensors, codes):
-        config = with_expert_parallel(config, expert_parallel)
+        config = parallel.shared_experts(config) if parallel else config
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         shapes, embeds_last = llama.tensor_shapes(config), embeds_last or config.tie_word_embeddings
         embeds = {
@@ -228,12 +228,6 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     stage = map_local(model, change) if isinstance(model, TensorParallelStage) else change(model)
     assert isinstance(stage, PipelineStage)  # a copy of what it was
     return stage
-
-
-def with_expert_parallel(config: LlamaConfig, expert_parallel: str | None) -> LlamaConfig:
-    """The same model, whose experts are dealt out whole if it has any."""
-    moe = config.moe and dataclasses.replace(config.moe, expert_parallel=expert_parallel)
-    return dataclasses.replace(config, moe=moe)
 
 
 def stage_tensor(tensors: Tensors, absent: dict[str, torch.Tensor], first_layer: int, name: str) -> torch.Tensor | None:

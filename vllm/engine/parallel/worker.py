@@ -64,7 +64,7 @@ class Worker:
             spec.quantization,
             spec.embeds_last,
             spec.generation_config,
-            spec.parallel.expert_parallel,
+            spec.parallel,
         )
         return parameters_held(self.model)
 

@@ -52,6 +52,9 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         args.async_scheduling,
         args.enable_expert_parallel,
         args.all2all_backend,
+        args.enable_eplb,
+        args.num_redundant_experts,
+        args.eplb_step_interval,
     )
     config = LlamaConfig.from_folder(folder, True, args.generation_config)
     parallel.check(config)
