@@ -37,8 +37,8 @@ def gate_up_kernel(x, weight, bias, order, tiles, out, K, I, stride_x, TOP_K: tl
         return
     m, end = tl.load(tile + 1) + tl.arange(0, BLOCK_M), tl.load(tile + 2)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.load(order + m, mask=m < end, other=0) // TOP_K
-    row = n.to(tl.int64)[:, None] * K
+    token = tl.load(order + m, mask=m < end) // TOP_K
+    row = n[:, None] * K
     gates, ups = weight + expert * 2 * I * K + row, weight + (expert * 2 + 1) * I * K + row
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -56,8 +56,8 @@ def gate_up_kernel(x, weight, bias, order, tiles, out, K, I, stride_x, TOP_K: tl
         up = tl.dot(rows, w_up.T, up, input_precision="ieee")
     if BIAS:
         b = bias + expert * 2 * I + n
-        gate += tl.load(b, mask=n < I, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(b + I, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(b, mask=n < I)[None, :]
+        up += tl.load(b + I, mask=n < I)[None, :]
     if OAI:
         gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
         h = gate / (1.0 + tl.exp(-1.702 * gate)) * up
@@ -76,7 +76,7 @@ def down_kernel(h, weight, bias, route, order, tiles, out, I, H, BIAS: tl.conste
         return
     m, end = tl.load(tile + 1) + tl.arange(0, BLOCK_M), tl.load(tile + 2)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w = weight + expert * H * I + n.to(tl.int64)[:, None] * I
+    w = weight + expert * H * I + n[:, None] * I
     row = m.to(tl.int64)[:, None] * I
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, I, BLOCK_K):
@@ -87,9 +87,9 @@ def down_kernel(h, weight, bias, route, order, tiles, out, I, H, BIAS: tl.conste
             rows, w_tile = rows.to(tl.float32), w_tile.to(tl.float32)
         acc = tl.dot(rows, w_tile.T, acc, input_precision="ieee")
     if BIAS:
-        acc += tl.load(bias + expert * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-    pair = tl.load(order + m, mask=m < end, other=0)
-    acc *= tl.load(route + pair, mask=m < end, other=0.0)[:, None]
+        acc += tl.load(bias + expert * H + n, mask=n < H)[None, :]
+    pair = tl.load(order + m, mask=m < end)
+    acc *= tl.load(route + pair, mask=m < end)[:, None]
     mask = (m < end)[:, None] & (n < H)[None, :]
     tl.store(out + pair[:, None] * H + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
 

@@ -38,7 +38,7 @@ def grouped_dequant_kernel(x, codes, scale, zero, route, order, tiles, out, N, K
         return
     m, end = tl.load(tile + 1) + tl.arange(0, BLOCK_M), tl.load(tile + 2)
     n, j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K // PER_BYTE)
-    pair = tl.load(order + m, mask=m < end, other=0)
+    pair = tl.load(order + m, mask=m < end)
     row = pair // TOP_K if TOP_K else m.to(tl.int64)  # a token's, or one of the first product
     codes += (expert * N + n[:, None]) * (K // PER_BYTE)
     first = expert * (K // GROUP)  # of the expert's rows of scales
@@ -61,7 +61,7 @@ def grouped_dequant_kernel(x, codes, scale, zero, route, order, tiles, out, N, K
             acc = tl.dot(rows, w.to(rows.dtype).T, acc, input_precision="ieee")
             k += 16
     if TOP_K == 0:
-        acc *= tl.load(route + pair, mask=m < end, other=0.0)[:, None]
+        acc *= tl.load(route + pair, mask=m < end)[:, None]
     place = m.to(tl.int64) if TOP_K else pair  # the first product stays in the order of experts
     mask = (m < end)[:, None] & (n < N)[None, :]
     tl.store(out + place[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=mask)
