@@ -17,9 +17,8 @@ from engine.model.config import LlamaConfig
 def divides(config: LlamaConfig, n: int) -> bool:
     """Can n ranks share this model? Heads and neurons must come out even; KV heads may be divided or copied."""
     Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
-    return (
-        Hq % n == 0 and all(size % n == 0 for size in widths(config).values()) and (Hkv % n == 0 or n % Hkv == 0)
-    ) and not (config.moe and config.moe.expert_parallel and n > config.moe.num_experts)
+    neurons = widths(config).values()
+    return Hq % n == 0 and all(size % n == 0 for size in neurons) and (Hkv % n == 0 or n % Hkv == 0)
 
 
 def widths(config: LlamaConfig) -> dict[str, int]:
