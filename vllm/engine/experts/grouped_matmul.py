@@ -142,7 +142,7 @@ def run_tiles(
     """
     (T, H), k, I = x.shape, weights.shape[1], experts.down.shape[2]
     (block_n, block_k), x = blocks, x if x.stride(1) == 1 else x.contiguous()
-    h = x.new_empty(T * k, I)
+    h = torch.empty(T * k, I, dtype=x.dtype, device=x.device)
     constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "UPCAST": common.INTERPRET}
     gate_up_kernel[(len(tiles.table), triton.cdiv(I, block_n))](
         x,
