@@ -40,12 +40,8 @@ class TensorParallelLlama(llama.Llama):
         self, config: LlamaConfig, tensors: Tensors, group: GroupCoordinator, dtype: torch.dtype = torch.float32
     ) -> None:
         """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept."""
-        super().__init__(
-            shard_config(config, group.world_size, group.rank_in_group),
-            shard_tensors(tensors, config, group),
-            dtype,
-            group.device,
-        )
+        mine = shard_config(config, group.world_size, group.rank_in_group)
+        super().__init__(mine, shard_tensors(tensors, config, group), dtype, group.device)
         self.config, self.group = config, group
         self.embedding = VocabParallelEmbedding(self.embed_tokens, group)
         kinds: dict[str, Callable[[Any, GroupCoordinator], Callable[[torch.Tensor], torch.Tensor]]] = {
