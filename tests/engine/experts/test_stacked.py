@@ -20,6 +20,15 @@ def test_what_the_loop_says(T, k, about):
         assert_close(out, mixtures.naive(x, weights, ids, these))
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_in_16_bits(low):
+    these, x = mixtures.experts(5, 24, 16, dtype=low), torch.randn(20, 24).to(low)
+    weights, ids = mixtures.choice(20, 5, 3)
+    out = these(x, weights, ids)
+    assert out.dtype == low
+    assert_close(out, mixtures.naive(x, weights, ids, these))
+
+
 def test_an_expert_that_nobody_asks_is_not_read():
     these, x = mixtures.experts(6, 24, 16), torch.randn(4, 24)
     ids = torch.tensor([[0, 3], [3, 5], [0, 5], [3, 0]])

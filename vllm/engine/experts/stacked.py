@@ -72,6 +72,6 @@ def by_expert(
         if count and expert in held:
             mine = order[start : start + count]
             y = one(expert - held.start, x[mine // ids.shape[1]])
-            said[mine] = y * weights.flatten()[mine, None].to(y.dtype)
+            said[mine] = (y * weights.flatten()[mine, None]).to(y.dtype)
         start += count
     return said.unflatten(0, ids.shape).sum(1)

@@ -141,7 +141,7 @@ def dispatch(  # noqa: PLR0913  three tensors of a layer, and who answers
     done = local(arrived, torch.ones(len(asked), 1, device=x.device), asked[:, None])
     back, _ = group.all_to_all(done, senders)
     said = torch.empty_like(back)
-    said[order] = back * weights.flatten()[order, None].to(back.dtype)
+    said[order] = (back * weights.flatten()[order, None]).to(back.dtype)
     return said.unflatten(0, ids.shape).sum(1)
 
 
