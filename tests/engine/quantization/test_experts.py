@@ -69,21 +69,26 @@ def test_the_kernel_is_the_loop(name, T, k, dtype, device, kernels):
     assert_close(out, mixtures.naive(x, weights, ids, wide))
 
 
-@pytest.mark.parametrize(("N", "K", "group"), [(40, 96, 32), (33, 160, 32), (70, 300, None)])
-def test_tails_of_every_dimension(N, K, group, device, kernels, guarded):
+@pytest.mark.parametrize(
+    ("N", "K", "group", "kind"),
+    [(40, 96, 32, torch.float32), (33, 160, 32, torch.bfloat16), (70, 300, None, torch.float32)],
+)
+def test_tails_of_every_dimension(N, K, group, kind, device, kernels, guarded):
     """Matrices that end inside a tile, and memory that ends with them."""
     f = dataclasses.replace(FORMATS["int4-g32" if group else "int8"], group=group)
     parts = [rtn(torch.randn(N, K), f).to(device) for _ in range(3)]
     weight = QuantizedExperts(range(3), parts, parts).gate_up
     weight.codes, weight.scale = guarded(weight.codes), guarded(weight.scale)
     weight.zero = None if weight.zero is None else guarded(weight.zero)
-    x, (route, ids) = guarded(torch.randn(20, K, device=device)), mixtures.choice(20, 3, 2, device=device)
+    x, (route, ids) = guarded(torch.randn(20, K, device=device).to(kind)), mixtures.choice(20, 3, 2, device=device)
     tiles = align_block_size(ids, range(3), 16)
+    tiles = tiles._replace(order=guarded(tiles.order), table=guarded(tiles.table))
     out = grouped_dequant.grouped_dequant_matmul(x, weight, tiles, 2)
-    want = torch.stack([parts[e].dequantize() @ x[p // 2] for p, e in enumerate(ids.flatten().tolist())])
-    assert_close(out, want[tiles.order])
+    pairs = enumerate(ids.flatten().tolist())
+    want = torch.stack([parts[e].dequantize() @ x[p // 2].float() for p, e in pairs])
+    assert_close(out, want[tiles.order].to(kind))
     back = grouped_dequant.grouped_dequant_matmul(guarded(x[tiles.order // 2]), weight, tiles, 0, guarded(route))
-    assert_close(back, want * route.flatten()[:, None])
+    assert_close(back, (want * route.flatten()[:, None]).to(kind))
 
 
 def test_an_expert_that_nobody_asks_is_not_decoded():

@@ -31,7 +31,6 @@ def grouped_dequant_kernel(x, codes, scale, zero, route, order, tiles, out, N, K
                            ZERO: tl.constexpr, EXPONENT_SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // BITS
-    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1  # groups that a tile spans
     tile = tiles + tl.program_id(0) * 3
     expert = tl.load(tile).to(tl.int64)
     if expert < 0:  # there are fewer tiles than there might have been
@@ -47,9 +46,7 @@ def grouped_dequant_kernel(x, codes, scale, zero, route, order, tiles, out, N, K
         byte = start // PER_BYTE + j
         here = (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
         q = tl.load(codes + byte[None, :], mask=here, other=0)  # [BLOCK_N, bytes]
-        g = start // GROUP + tl.arange(0, GROUPS)[None, :]
-        known = (n < N)[:, None] & (g < K // GROUP)
-        s, z = load_scales(scale, zero, (first + g) * N + n[:, None], known, ZERO)
+        s, z = load_scales(scale, zero, (first + start // GROUP) * N + n[:, None], (n < N)[:, None], ZERO)
         s, z = widen_scales(s, MANTISSA, BIAS, EXPONENT_SCALE), z.to(tl.float32)
         k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
         for half in tl.static_range(PER_BYTE):  # low halves of the bytes, then high halves
@@ -79,7 +76,7 @@ def grouped_dequant_matmul(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     N, group, P = weight.codes.shape[1], weight.format.group or weight.K, len(tiles.order)
-    block_n, block_k = choose_blocks(x.dtype, tiles.block_m, weight.format, weight.K)
+    block_n, block_k = choose_blocks(x.dtype, weight.format, weight.K)
     out = x.new_zeros(P, N)
     grouped_dequant_kernel[(len(tiles.table), triton.cdiv(N, block_n))](
         x,
@@ -122,8 +119,7 @@ def block_rows(dtype: torch.dtype, pairs: int, experts: int) -> int:
     return 16 if dtype == torch.float32 else min(max(16, triton.next_power_of_2(pairs // max(1, experts))), 64)
 
 
-def choose_blocks(dtype: torch.dtype, block_m: int, format: Format, K: int) -> tuple[int, int]:
-    """(BLOCK_N, BLOCK_K). A tile spans whole groups or lies within one."""
-    group = format.group or K
+def choose_blocks(dtype: torch.dtype, format: Format, K: int) -> tuple[int, int]:
+    """(BLOCK_N, BLOCK_K). A tile lies within a group, so each of its outputs has one scale."""
     block_n, block_k = (32, 32) if dtype == torch.float32 else (64, 64)
-    return block_n, block_k if group % block_k == 0 or block_k % group == 0 else 32
+    return block_n, block_k if (format.group or K) % block_k == 0 else 32
