@@ -82,5 +82,8 @@ def build_parser() -> arguments.Parser:
 def main(argv: Sequence[str]) -> None:
     """Write the folder, and say what is in it."""
     args = build_parser().parse_args(argv)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     model = make_model(args.family, args.folder, args.seed)
     common.say(f"{args.folder}: a {args.family} of {sum(p.numel() for p in model.parameters()):,} random parameters")
