@@ -51,7 +51,7 @@ def test_on_a_cpu_they_are_what_they_decode_to(name):
     assert_close(quantize_experts(floats, FORMATS[name])(x, weights, ids), decoded(floats, name)(x, weights, ids))
 
 
-FAST = ("int4-g32", "int8", "mxfp4", "q4_1")
+FAST = ("int4-g64", "int4-g32", "int8", "mxfp4", "q4_1")
 
 
 @pytest.mark.parametrize(("name", "T", "k"), [
