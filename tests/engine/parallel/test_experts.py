@@ -240,6 +240,29 @@ def test_experts_move_and_nothing_is_written_otherwise(n):
         assert local.held == seen[-1].slots(r)
 
 
+def test_replicas_take_turns():
+    """All of twelve tokens want one expert, which both ranks have: each computes six."""
+    placement, x = Placement((0, 1, 0, 2), 2), torch.randn(12, 32)
+    stack = mixtures.experts(3, 32, 48)
+    ids = torch.zeros(12, 1, dtype=torch.int64)
+
+    def rank(group):
+        r = group.rank_in_group
+        mine = list(placement.experts[2 * r : 2 * r + 2])
+        local = dataclasses.replace(stack, held=placement.slots(r), gate_up=stack.gate_up[mine], down=stack.down[mine])
+        rows = []
+
+        def counted(x, weights, ids):
+            rows.append(len(x))
+            return local(x, weights, ids)
+
+        return dispatch(x.chunk(2)[r], torch.ones(6, 1), ids.chunk(2)[r], counted, group, placement), rows
+
+    found = in_threads(2, rank)
+    assert [rows for _, rows in found] == [[6], [6]]
+    assert_close(torch.cat([y for y, _ in found]), stack(x, torch.ones(12, 1), ids))
+
+
 def test_an_engine_whose_experts_move():
     tokens = serve("qwen3_moe", moving(2))
     model = whole("qwen3_moe")
