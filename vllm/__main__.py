@@ -1,4 +1,4 @@
-"""`python -m vllm serve | proxy | bench | tune | replay | learn …`, from the repository root."""
+"""`python -m vllm serve | proxy | bench | tune | replay | learn | make-model …`, from the repository root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main_
 
 from engine import arguments
 
-COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn")
+COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn", "make-model")
 
 
 def main() -> None:
@@ -49,6 +49,10 @@ def run_in_lab(command: str) -> None:
         from lab import replay
 
         replay.main(sys.argv[2:])
+    elif command == "make-model":
+        from lab import make_model
+
+        make_model.main(sys.argv[2:])
     elif command == "learn":
         from learn import cli as learning
 

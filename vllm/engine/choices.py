@@ -11,6 +11,8 @@ PLACES = ("process", "thread", "event-loop")  # --engine-place
 BACKENDS = ("uni", "mp", "ray")  # --distributed-executor-backend
 ROUTING = ("load", "prefix")  # --data-parallel-routing
 LOAD_FORMATS = ("auto", "safetensors", "dummy")  # --load-format
+# --all2all-backend: ranks that have whole experts get all tokens and add what they know, or tokens travel.
+ALL2ALL_BACKENDS = ("allreduce", "all2all")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # --uvicorn-log-level
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "pythonic")  # --tool-call-parser
 REASONING_PARSERS = ("deepseek_r1", "qwen3")  # --reasoning-parser

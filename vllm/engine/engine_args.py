@@ -17,6 +17,7 @@ from typing import Any
 
 from engine import plugs
 from engine.choices import (
+    ALL2ALL_BACKENDS,
     ATTENTION,
     BACKENDS,
     LOAD_FORMATS,
@@ -56,6 +57,8 @@ AT_LEAST = LOWEST | {
     "seed": 0,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
+    "num_redundant_experts": 0,
+    "eplb_step_interval": 1,
     "data_parallel_size": 1,
     "data_parallel_size_local": 0,
     "data_parallel_start_rank": 0,
@@ -145,6 +148,11 @@ class EngineArgs:
     tensor_parallel_size: int = ParallelConfig.tensor_parallel_size
     pipeline_parallel_size: int = ParallelConfig.pipeline_parallel_size
     distributed_executor_backend: str | None = ParallelConfig.distributed_executor_backend
+    enable_expert_parallel: bool = ParallelConfig.enable_expert_parallel
+    all2all_backend: str = ParallelConfig.all2all_backend
+    enable_eplb: bool = ParallelConfig.enable_eplb
+    num_redundant_experts: int = ParallelConfig.num_redundant_experts
+    eplb_step_interval: int = ParallelConfig.eplb_step_interval
     data_parallel_size: int = 1
     data_parallel_size_local: int | None = None
     data_parallel_start_rank: int = 0
@@ -202,6 +210,7 @@ class EngineArgs:
             "convert": ("auto", "none", "embed"),
             "attention_backend": ATTENTION_BACKENDS,
             "load_format": LOAD_FORMATS,
+            "all2all_backend": ALL2ALL_BACKENDS,
         }
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = TOOL_CALL_PARSERS
@@ -372,7 +381,8 @@ class EngineArgs:
     @property
     def has_workers(self) -> bool:
         """Does the engine core send its decisions to an executor, in place of running the model itself?"""
-        return self.world_size > 1 or self.distributed_executor_backend is not None or self.async_scheduling
+        asked = self.distributed_executor_backend is not None or self.enable_expert_parallel or self.enable_eplb
+        return self.world_size > 1 or asked or self.async_scheduling
 
     @property
     def names(self) -> list[str]:
@@ -423,7 +433,25 @@ def check_parallel(args: Any) -> None:
             "speculative_config: method early_exit: not together with pipeline_parallel_size: the "
             "last stage drafts, and has not the target's first layers"
         )
+    if args.enable_expert_parallel and args.data_parallel_size > 1:
+        raise common.InputError(
+            "enable_expert_parallel: not together with data_parallel_size: engines would have to step together to "
+            "share experts, and here each steps alone; take tensor_parallel_size"
+        )
+    check_eplb(args)
     check_engines(args)
+
+
+def check_eplb(args: Any) -> None:
+    """Raises InputError for experts that cannot move, or that nobody moves."""
+    if args.num_redundant_experts and not args.enable_eplb:
+        raise common.InputError("num_redundant_experts: needs enable_eplb, or nobody would have one")
+    if not args.enable_eplb:
+        return
+    if not args.enable_expert_parallel or args.all2all_backend != "all2all":
+        raise common.InputError("enable_eplb: needs enable_expert_parallel and all2all_backend all2all")
+    if args.quantization:
+        raise common.InputError("enable_eplb: not together with quantization: experts that are codes do not move")
 
 
 def check_engines(args: Any) -> None:

@@ -190,6 +190,7 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     embeds_last: bool = False,
     generation_config: str = "auto",
     load_format: str = "auto",
+    parallel: ParallelConfig | None = None,
 ) -> PipelineStage:
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
@@ -197,10 +198,11 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
     is as a whole, `whole_config` says. With `embeds_last`, the last stage has the embedding in any case. Codes that a
     file has are cut; otherwise a rank quantizes what it owns, so where inputs are divided an output has a scale on each
-    rank.
+    rank. How ranks share experts, `parallel` says.
     """
     about = (source, dtype, tp.device, quantization, generation_config, load_format)
     with whole_weights(*about) as (config, tensors, codes):
+        config = parallel.shared_experts(config) if parallel else config
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         shapes, embeds_last = llama.tensor_shapes(config), embeds_last or config.tie_word_embeddings
         embeds = {
@@ -211,7 +213,8 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
         elsewhere = [name for name, here in embeds.items() if not here and name in shapes]
         absent = {name: torch.zeros((), dtype=dtype).expand(shapes[name]) for name in elsewhere}
         part_of = functools.partial(stage_tensor, tensors, absent, start)
-        stage_config = dataclasses.replace(config, num_hidden_layers=end - start)
+        moe = config.moe and config.moe.of_stage(start, end)
+        stage_config = dataclasses.replace(config, num_hidden_layers=end - start, moe=moe)
         if tp.world_size > 1:
             model = TensorParallelStage(stage_config, part_of, tp, dtype)
         else:
@@ -255,6 +258,7 @@ def skeleton(config: LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) 
     deepest = dataclasses.replace(config, num_hidden_layers=max(end - start for start, end in stages))
     n, model = parallel.tensor_parallel_size, object.__new__(Skeleton)
     model.config, model.dtype, model.device, model.linear = deepest, dtype, torch.device("cpu"), {}
+    model.moe = {}
     model.whole_config = config
     model.num_heads, model.num_kv_heads = config.num_attention_heads // n, max(1, config.num_key_value_heads // n)
     return model
@@ -266,4 +270,6 @@ def parameters_held(model: llama.Llama) -> int:
     layers: dict[str, Any] = model.linear
     for layer in layers.values():
         tensors += [layer.weight, layer.bias]
+    for moe in model.moe.values():
+        tensors += moe.tensors
     return sum({t.data_ptr(): t.numel() for t in tensors if t is not None}.values())

@@ -72,6 +72,7 @@ class Worker:
             spec.embeds_last,
             spec.generation_config,
             spec.load_format,
+            spec.parallel,
         )
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:

@@ -50,6 +50,11 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         args.pipeline_parallel_size,
         args.distributed_executor_backend,
         args.async_scheduling,
+        args.enable_expert_parallel,
+        args.all2all_backend,
+        args.enable_eplb,
+        args.num_redundant_experts,
+        args.eplb_step_interval,
     )
     config = LlamaConfig.from_folder(folder, True, args.generation_config)
     parallel.check(config)

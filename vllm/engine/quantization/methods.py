@@ -9,6 +9,7 @@ from __future__ import annotations
 import common
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -17,12 +18,15 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
+from engine.experts.layer import MoELayer
+from engine.experts.stacked import StackedExperts
 from engine.model import llama
 from engine.model.tokenizer import Tokenizer
 from engine.quantization.algorithms import autoround, awq, gptq, per_tensor, rtn, smoothquant
 from engine.quantization.calibration import record, window_attention, windows
 from engine.quantization.checkpoints import on_codes
-from engine.quantization.formats import FORMATS, Quantized
+from engine.quantization.experts import quantize_experts
+from engine.quantization.formats import FORMATS, Format, Quantized
 from engine.quantization.gguf_codes import gguf_codes
 from engine.quantization.linear import QuantizedLinear, W8A8Linear
 
@@ -87,7 +91,8 @@ def quantize(
 ) -> tuple[llama.Llama, dict[str, Quantized]]:
     """(quantized copy, its layers' codes). calibration: tokens [B, S].
 
-    All linear layers of the blocks; embedding and output matrix stay, as in vLLM. Calibrated methods go from block to
+    All linear layers of the blocks, and their experts, whose activations stay floats in every method; routers,
+    embedding and output matrix stay, as in vLLM. Calibrated methods go from block to
     block: each sees the inputs that the quantized blocks before it produce.
     """
     quantized, layers = copy.copy(model), cast(dict[str, llama.Linear], model.linear)  # each has its float weight
@@ -110,7 +115,14 @@ def quantize(
             quantized.linear[name], codes[name] = quantize_layer(layer.weight, layer.bias, method, inputs.get(name))
         if B:
             h = quantized.forward(None, positions, window_attention(B), h, [i])
+    quantized.moe = {i: with_codes(layer, FORMATS[method.format]) for i, layer in model.moe.items()}
     return quantized, codes
+
+
+def with_codes(layer: MoELayer, format: Format) -> MoELayer:
+    """A layer whose experts are codes; its router stays."""
+    experts = cast(StackedExperts, layer.experts)  # each has its float weights
+    return dataclasses.replace(layer, experts=quantize_experts(experts, format))
 
 
 def quantize_model(
@@ -127,6 +139,12 @@ def quantize_model(
     if any(cast(QuantizedLinear, layer).weight is None for layer in model.linear.values()):
         raise common.InputError(f"--quantization {method}: the model is quantized already")
     m = METHOD_OF[method]
+    if model.moe and m.algorithm != "rtn":
+        allowed = ", ".join(name for name, known in METHOD_OF.items() if known.algorithm == "rtn")
+        raise common.InputError(
+            f"--quantization {method}: not for a model with experts, each of which sees some tokens of a text alone; "
+            f"allowed: {allowed}"
+        )
     if method == "gguf":
         return on_codes(model, gguf_codes(model.config))
     if method == "torchao":

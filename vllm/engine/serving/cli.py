@@ -18,6 +18,7 @@ from typing import Any
 
 from engine import arguments
 from engine.choices import (
+    ALL2ALL_BACKENDS,
     ATTENTION,
     BACKENDS,
     LOAD_FORMATS,
@@ -290,6 +291,11 @@ def add_parallel_flags(add: Callable[..., Any]) -> None:
     """Workers, engines and machines."""
     add("--tensor-parallel-size", "-tp", type=WHOLE(), metavar="N", help="shards of a layer (06c)")
     add("--pipeline-parallel-size", "-pp", type=WHOLE(), metavar="N", help="ranges of layers (06c)")
+    add("--enable-expert-parallel", "-ep", action=SWITCH, help="shards have whole experts, not slices of each")
+    add("--all2all-backend", choices=ALL2ALL_BACKENDS, help="what travels then: sums, or tokens to their experts")
+    add("--enable-eplb", action=SWITCH, help="experts move to where they had better be")
+    add("--num-redundant-experts", type=WHOLE(), metavar="N", help="slots of a layer beyond one for each")
+    add("--eplb-step-interval", type=WHOLE(), metavar="N", help="steps between two moves (default 3000)")
     add("--distributed-executor-backend", choices=BACKENDS, help="where workers run (06c)")
     add("--data-parallel-size", "-dp", type=WHOLE(), metavar="N", help="engines (06c)")
     add("--data-parallel-size-local", "-dpl", type=WHOLE(), metavar="N", help="of these, on this machine")

@@ -102,9 +102,8 @@ ACCEPTED = {
         "--sparse-indexer-topk-backend NAME": "chooses the kernel that selects keys",
         "--enable-hc-sp": "divides hyper-connections by sequence",
     },
-    "no model here has experts": {
+    "experts have fewer knobs here": {
         "--moe-backend NAME": "chooses the experts' kernel",
-        "--all2all-backend NAME": "chooses how tokens reach experts on other ranks",
         "--expert-placement-strategy NAME": "says which rank has which experts",
         "--eplb-config JSON": "says how experts are balanced, once they are",
         "--elastic-ep-max-dp-size N": "bounds how far they may grow, once they do",
@@ -161,9 +160,7 @@ REFUSED = {
         "--hf-token": "sends a token to the hub (HF_TOKEN does the same)",
         "--download-dir": "says where downloads go (HF_HOME does the same)",
     },
-    "no model here has experts": {
-        "--enable-expert-parallel, -ep": "gives each rank whole experts",
-        "--enable-eplb": "moves experts between ranks as their load changes",
+    "experts have fewer knobs here": {
         "--enable-elastic-ep": "adds and removes ranks while it serves",
         "--enable-dbo": "overlaps two halves of a step",
         "--ubatch-size": "divides a step into so many parts",

@@ -291,7 +291,8 @@ class CapturedModel:
     def fixed_addresses(self) -> list[int]:
         """Where everything is that a graph reads and no step fills in: 20 µs (vLLM looks when debugging)."""
         tensors = (self.model.embed_tokens, *self.model.input_norm, *self.cache.layers)
-        return [x.data_ptr() for x in tensors] + [id(layer) for layer in self.model.linear.values()]
+        layers = (*self.model.linear.values(), *self.model.moe.values())
+        return [x.data_ptr() for x in tensors] + [id(layer) for layer in layers]
 
 
 def decode_at(runner: Any, n: int, context: int) -> Callable[[], torch.Tensor]:
