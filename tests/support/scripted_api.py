@@ -35,10 +35,10 @@ def user(content: Any) -> dict[str, Any]:
 
 
 def serve(llm: Any = None, keys: Sequence[str] = (), kind: type = OpenAIServing, names: Sequence[str] = ("smol",
-          "alias")) -> tuple[Any, Any]:  # fmt: skip
+          "alias"), strict_fields: bool = False) -> tuple[Any, Any]:  # fmt: skip
     """(the engine, the application before it)."""
     llm = llm or ScriptedLLM(max_model_len=512)
-    return llm, build_app(kind(llm, list(names)), keys)
+    return llm, build_app(kind(llm, list(names)), keys, strict_fields=strict_fields)
 
 
 class Calling(OpenAIServing):

@@ -519,7 +519,8 @@ def test_metrics_have_vllms_names_and_count(server):
 
 
 SHORT = {"/chat/completions": {"max_tokens": 2, "max_completion_tokens": 2, "n": 1},
-         "/completions": {"max_tokens": 2, "n": 1}, "/responses": {"max_output_tokens": 2}}  # fmt: skip
+         "/completions": {"max_tokens": 2, "n": 1}, "/responses": {"max_output_tokens": 2},
+         "/messages": {"max_tokens": 2}}  # fmt: skip
 
 
 @pytest.mark.slow

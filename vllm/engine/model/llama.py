@@ -180,8 +180,12 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output matrix, for the rows that need a next token. hidden [R, hidden] -> [R, vocab]."""
-        x = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
-        return self.linear["lm_head"](x)
+        return self.linear["lm_head"](self.final_norm(hidden))
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output matrix reads, and what a pooled prompt is made of. [R, hidden] -> [R, hidden]."""
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
 
     @property
     def norms(self) -> list[torch.Tensor]:

@@ -176,6 +176,11 @@ class CapturedModel:
         if common.HAS_GPU:
             torch.cuda.empty_cache()  # what the runs before the captures needed
 
+    def forget(self) -> None:
+        """All recordings: weights or cache are about to lie elsewhere."""
+        self.captured.clear()
+        self.addresses = []
+
     def captured_step(self, size: int, whole: bool) -> CapturedStep:
         """The recording of a bucket, made when it is first asked for."""
         if (size, whole) not in self.captured:

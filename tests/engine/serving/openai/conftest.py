@@ -9,5 +9,5 @@ from support.scripted_api import serve
 
 @pytest.fixture(scope="module")
 def shared():
-    """(the engine, the application before it)"""
-    return serve()
+    """(the engine, the application before it, which refuses fields that it does not know)"""
+    return serve(strict_fields=True)

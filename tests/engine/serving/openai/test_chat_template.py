@@ -35,6 +35,11 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
      ([{"role": "assistant", "content": "Yes", "reasoning_content": "?", "thinking_blocks": []}], "HiYes"),
      ([{"role": "assistant", "content": "Yes", "provider_specific_fields": {"refusal": None}}], "HiYes"),
      ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}], "HiNo"),
+     ([{"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "closed": True},
+                                         {"type": "output_text", "text": "Yes"}]}], "HiHm.\nYes"),
+     ([{"role": "user", "content": [{"type": "input_text", "text": "b"}]}], "Hib"),
+     ([{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+       {"role": "function", "name": "f", "content": "sunny"}], "Hisunny"),
      ([{"role": "assistant"}], "Hi")],
 )  # fmt: skip
 def test_histories_that_clients_send(shared, said, want):
@@ -177,6 +182,16 @@ def test_arguments_that_cannot_be_read_do_not_end_a_conversation(shared, argumen
     body = ChatCompletionRequest(messages=[*M["messages"], said])
     assert messages_for_template(body.messages)[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert ask(shared[1], "/v1/chat/completions", {"messages": [*M["messages"], said]}).status == 200
+
+
+def test_a_call_in_the_older_form_is_a_call():
+    """What OpenAI has replaced stands in old histories: the role `function`, and one call beside the content."""
+    said = [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+            {"role": "function", "name": "f", "content": None}]  # fmt: skip
+    assert messages_for_template(ChatCompletionRequest(messages=said).messages) == [
+        {"role": "assistant", "content": "",
+         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]},
+        {"role": "tool", "content": "", "name": "f"}]  # fmt: skip
 
 
 def test_a_template_sees_no_field_that_a_call_has_not():

@@ -121,7 +121,7 @@ def test_wrong_chats(shared, body, param):
 @pytest.mark.parametrize(
     ("body", "text"),
     [({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-      "messages.0.content.0.type: Input should be 'text'"),
+      "messages.0.content.0: this model reads text alone: a part must be of type text, refusal or thinking"),
      (M | {"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type: Input should be 'function'"),
      (M | {"messages": [{"role": "user"}]}, "messages.0: content is required"),
      (M | {"temPrature": 1}, "temPrature: Extra")],
@@ -153,7 +153,7 @@ def test_every_list_is_read_to_its_first_mistake(kind):
     ("body", "param", "text"),
     [({"messages": [1] * 4097}, "messages", "messages: has 4,097 elements; at most 4,096 are allowed"),
      ({"messages": [user([1] * 4097)]}, "messages", "messages.0.content: has 4,097 elements"),
-     ({"messages": [user([1] * 4096)]}, "messages", "messages.0.content.0: Input should be a valid dictionary"),
+     ({"messages": [user([1] * 4096)]}, "messages", "messages.0.content.0: this model reads text alone"),
      (M | {"tools": [1] * 4097}, "tools", "tools: has 4,097"), (M | {"bad_words": ["x"] * 129}, "bad_words", "129"),
      (M | {"bad_words": ["x" * 4096, "y"]}, "bad_words", "4,096 characters in all"),
      (M | {"stop": ["x" * 4096, "y"]}, "stop", "more than 4,096 characters"),
@@ -243,6 +243,12 @@ def test_fields_that_clients_send(shared, fields):
     """openai-node, LangChain, LiteLLM and others send them on their own account; vLLM answers."""
     heard = ask(shared[1], "/v1/chat/completions", M | fields)
     assert heard.status == 200 and heard.json["choices"][0]["message"]["content"] == "Paris.", heard.text
+
+
+def test_no_name_is_the_models(shared):
+    """As in vLLM: some clients have a field for it, and leave it empty."""
+    for path, body in (("/v1/completions", P), ("/v1/chat/completions", M), ("/v1/responses", {"input": "x"})):
+        assert ask(shared[1], path, body | {"model": ""}).json["model"] == "smol"
 
 
 def test_best_of_all_of_them_is_all_of_them(shared):

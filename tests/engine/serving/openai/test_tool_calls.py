@@ -9,9 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.serving.openai.tool_calls import JSONEnd, ToolCallReader
+from engine.engine_args import TOOL_CALL_PARSERS
+from engine.serving.openai.tool_calls import PARSERS, ToolCallReader
+from engine.serving.openai.tool_parsers.json_end import JSONEnd
 from support.scripted_api import NAMED, TOOLS, Calling, Letters, M, ask, read_events, serve
 from support.tool_calls import call_of, request
+
+
+class Llama(Calling):
+    """Served with --tool-call-parser llama3_json."""
+
+    tool_call_parser = "llama3_json"
+
+
+class Python(Calling):
+    """Served with --tool-call-parser pythonic."""
+
+    tool_call_parser = "pythonic"
 
 
 def read(choice, pieces, **fields):
@@ -138,6 +152,27 @@ def test_many_calls_that_begin_cost_two_looks_at_a_character(monkeypatch, unit):
     assert sum(looks) <= 2 * len(text)
 
 
+LLAMA, PYTHON = '{"name": "f", "parameters": {"city": "Rome"}}', '[f(city="Rome")]'
+
+
+@pytest.mark.parametrize(("parser", "text"), [("llama3_json", LLAMA), ("pythonic", PYTHON)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_the_format_that_the_server_was_told(parser, text, stream):
+    kind = {"llama3_json": Llama, "pythonic": Python}[parser]
+    pieces = [(0, char, i == len(text) - 1, i == len(text) - 1) for i, char in enumerate(text)]
+    app = serve(Letters(pieces if stream else [(0, text, True, True)]), kind=kind)[1]
+    heard = ask(app, "/v1/chat/completions", M | {"tools": TOOLS, "stream": stream})
+    choices = [e["choices"][0] for e in read_events(heard.text)[:-1]] if stream else heard.json["choices"]
+    said = [choice["delta" if stream else "message"] for choice in choices]
+    calls = [call["function"] for each in said for call in each.get("tool_calls", ())]
+    assert calls == [{"name": "f", "arguments": '{"city": "Rome"}'}] and choices[-1]["finish_reason"] == "tool_calls"
+    assert stream or said[0]["content"] is None
+
+
+def test_every_parser_that_the_command_line_knows_is_there():
+    assert tuple(PARSERS) == TOOL_CALL_PARSERS
+
+
 def test_one_call_if_the_client_wants_one():
     assert read("auto", [f"{DECIDED}{DECIDED}"], parallel_tool_calls=False)[1] == [("f", {"city": "<Rome>"})]
 
@@ -167,7 +202,7 @@ def test_calls_in_answers(choice, text, reason):
         assert (answer.message.content, answer.message.tool_calls, content, calls) == ("No.", None, "No.", [])
         return
     (call,) = answer.message.tool_calls
-    assert not answer.message.content and not content and call.function.name == calls[0].function.name == "f"
+    assert answer.message.content is None and not content and call.function.name == calls[0].function.name == "f"
     assert "index" not in whole.json["choices"][0]["message"]["tool_calls"][0]
     streamed = "".join(call.function.arguments for call in calls)
     assert streamed == call.function.arguments and json.loads(streamed) in (HARD, {"city": "<Rome>"})

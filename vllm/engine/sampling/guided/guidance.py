@@ -21,8 +21,9 @@ def read_grammar(tokenizer: Any, kind: str, spec: str) -> Any:
 
     import llguidance
 
-    if kind == "grammar":
-        grammar = llguidance.grammar_from("grammar", spec)
+    if kind == "grammar":  # GBNF says "::="; in Lark's, the first rule may have marks: "?start:", "!start:"
+        lark = "::=" not in spec or re.search(r"(?m)^\s*(%llguidance\b|[?!]*start\s*:(?!:))", spec)
+        grammar = llguidance.grammar_from("lark" if lark else "gbnf", spec)
     else:  # as json.dumps writes it: where whitespace is free, a small model may write newlines until it is cut off
         grammar = llguidance.LLMatcher.grammar_from_json_schema(
             spec,
@@ -40,7 +41,8 @@ def read_grammar(tokenizer: Any, kind: str, spec: str) -> Any:
     if first.is_error():  # a matcher is silent about what cannot match until it is asked for a mask
         error = matcher.get_error() or "no answer can match it"
         advice = 'Say "anyOf", or in the same schema "x-guidance": {"coerce_one_of": true}: both mean the same'
-        raise ValueError(re.sub("Enable 'coerce_one_of' option .* anyOf", advice, error))
+        error = re.sub("Enable 'coerce_one_of' option .* anyOf", advice, error)
+        raise ValueError(re.sub("(?s)regex parse error:.*error: look-around.*", "no look-ahead or look-behind", error))
     return matcher
 
 

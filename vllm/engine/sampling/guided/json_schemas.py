@@ -8,12 +8,15 @@ vLLM: `vllm/v1/structured_output/backend_guidance.py:process_for_additional_prop
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 MAX_NESTING = 64  # of a schema's objects and arrays, as in vLLM
 
 DESCRIBE = {"properties", "prefixItems", "$ref", "anyOf", "oneOf", "allOf"}  # keywords that say what a value has
+BESIDE_NAMES = {"properties", "patternProperties", "unevaluatedProperties"}
+NOTES = {"type", "title", "description"}  # of a name, which is a text anyway
 STRING = {"type": "string"}
 ANYTHING = ("true", "{}")  # schemas that all values fulfil, as JSON
 IDLE = {
@@ -60,10 +63,31 @@ def guidance_schema(text: str) -> dict[str, Any]:
                 node[key] = int(node[key])
         for key in idle_keywords(node):
             del node[key]
+        if "propertyNames" in node:
+            name_by_pattern(node)
         for rest, own in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if rest in node and not node.keys() & DESCRIBE - {"properties", "prefixItems"}:  # nothing else evaluates
                 node.setdefault(own, node.pop(rest))
     return schema
+
+
+def name_by_pattern(schema: dict[str, Any]) -> None:
+    """Say by "patternProperties", which llguidance knows, what "propertyNames" says. Raises ValueError."""
+    names, beside = schema.pop("propertyNames"), BESIDE_NAMES & schema.keys()
+    said = {key: value for key, value in names.items() if key not in NOTES} if isinstance(names, dict) else {}
+    texts = said.get("enum", [said["const"]] if "const" in said else None)
+    if list(said) == ["pattern"]:
+        pattern = said["pattern"]
+    elif len(said) == 1 and isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        pattern = f"^({'|'.join(map(re.escape, texts))})$"
+    elif said and said.keys() <= {"minLength", "maxLength"}:
+        pattern = f"^[\\s\\S]{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}$"
+    else:
+        raise ValueError("propertyNames: only a pattern, an enum, a const or lengths can be written for")
+    if beside:
+        raise ValueError(f"propertyNames: not together with {', '.join(sorted(beside))}")
+    schema["patternProperties"] = {pattern: schema.get("additionalProperties", True)}
+    schema["additionalProperties"] = False
 
 
 def brief(value: Any) -> str | None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.request import Request
+from engine.sampling.guided.after_reasoning import AfterReasoning
 from engine.sampling.guided.guidance import GuidanceGrammar
 from engine.sampling.guided.regex_guide import RegexGrammar
-from engine.sampling.guided.structured_outputs import compile_guide
+from engine.sampling.guided.structured_outputs import compile_guide, start
 from engine.sampling.guided.vocabulary import Vocabulary
 
 
@@ -23,7 +24,7 @@ from engine.sampling.guided.vocabulary import Vocabulary
 class Progress:
     """Where one request is: its grammar, and how many of its output tokens that has read."""
 
-    grammar: RegexGrammar | GuidanceGrammar
+    grammar: RegexGrammar | GuidanceGrammar | AfterReasoning
     num_tokens: int = 0
 
 
@@ -59,7 +60,7 @@ class StructuredOutputManager:
             wanted = request.sampling_params.structured_outputs
             assert wanted is not None, "only who asks for a grammar has a mask"
             guide = request.guide or compile_guide(wanted, self.vocabulary, checked=True)
-            self.grammars[request.request_id] = Progress(guide.start())
+            self.grammars[request.request_id] = Progress(start(wanted, guide, self.vocabulary))
         entry = self.grammars[request.request_id]
         for token_id in request.output_token_ids[entry.num_tokens :]:
             if not entry.grammar.accept_token(token_id):  # BROKEN, or sampled without our mask: end the answer

@@ -15,11 +15,13 @@ from typing import Any
 
 from engine.model.tokenizer import Tokenizer
 from engine.sampling.guided import limits
+from engine.sampling.guided.after_reasoning import AfterReasoning
 from engine.sampling.guided.json_schemas import guidance_schema
 from engine.sampling.guided.reader_process import read_apart
 from engine.sampling.guided.vocabulary import Guide, Vocabulary, vocabulary_of
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # what may be asked for, one at a time
+REASONING_END = "reasoning_end"  # beside it: the tag behind which it holds, if the answer begins with thinking
 
 # Where only a byte may follow that no token has, llguidance allows the token behind it, and refuses it afterwards.
 BROKEN = "the answer has left its grammar, which may ask for a byte that no token of this model has"
@@ -27,7 +29,8 @@ BROKEN = "the answer has left its grammar, which may ask for a byte that no toke
 
 def normalize(structured_outputs: dict[str, Any]) -> tuple[str, Any]:
     """What is asked for, as (kind, spec) that can be a key; types and sizes are checked. Raises InputError."""
-    given = [k for k, v in structured_outputs.items() if v is not None] if isinstance(structured_outputs, dict) else []
+    asked = structured_outputs if isinstance(structured_outputs, dict) else {}
+    given = [k for k, v in asked.items() if v is not None and k != REASONING_END]
     if len(given) != 1 or given[0] not in KINDS:
         kinds = ", ".join(KINDS)
         raise common.InputError(
@@ -65,6 +68,12 @@ def compile_guide(structured_outputs: dict[str, Any], vocabulary: Vocabulary, ch
     return vocabulary.guide(kind, spec)
 
 
+def start(structured_outputs: dict[str, Any], guide: Guide, vocabulary: Vocabulary) -> Any:
+    """A grammar at its beginning, for one answer to a request that asks so."""
+    end = structured_outputs.get(REASONING_END)
+    return AfterReasoning(guide.start(), end, vocabulary) if end else guide.start()
+
+
 def validate(
     structured_outputs: dict[str, Any] | None,
     tokenizer: Tokenizer,
@@ -86,6 +95,7 @@ def ending(engine: Any, sequence: Any, finish_reason: str | None, stop_reason: A
     wanted, config = sequence.request.sampling_params.structured_outputs, engine.model.config
     if finish_reason is not None and wanted is not None:
         vocabulary = vocabulary_of(engine.tokenizer, config.vocab_size, config.eos_token_ids)
-        if not all(map(compile_guide(wanted, vocabulary, checked=True).start().accept_token, sequence.token_ids)):
+        grammar = start(wanted, compile_guide(wanted, vocabulary, checked=True), vocabulary)
+        if not all(map(grammar.accept_token, sequence.token_ids)):
             return "error", BROKEN
     return finish_reason, stop_reason

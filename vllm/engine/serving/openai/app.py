@@ -23,11 +23,16 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import EngineDeadError, QueueOverflowError
+from engine.serving.anthropic.messages import MessagesAPI
+from engine.serving.anthropic.protocol import CountTokensRequest, MessagesRequest
+from engine.serving.openai import dev_routes
 from engine.serving.openai.disconnects import disconnected, unless
 from engine.serving.openai.errors import APIError, ErrorResponse, as_api_error
 from engine.serving.openai.gate import Gate
 from engine.serving.openai.large_bodies import away
 from engine.serving.openai.limits import LARGE_BYTES, MAX_NAME
+from engine.serving.openai.pooling import PoolingServing
+from engine.serving.openai.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from engine.serving.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,9 +42,12 @@ from engine.serving.openai.protocol import (
     UnloadLoRAAdapterRequest,
 )
 from engine.serving.openai.request_bodies import BodyRoute, says_json
+from engine.serving.openai.request_ids import RequestIds
 from engine.serving.openai.responses import ResponsesAPI
 from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.serving import VERSION, OpenAIServing
+from engine.serving.openai.traffic import Traffic
+from engine.serving.openai.unknown_fields import UnknownFields
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)
@@ -52,9 +60,9 @@ OF_DELETE: dict[int | str, dict[str, Any]] = {status: FAILURES[status] for statu
 # -- errors --
 
 
-def error_response(error: APIError) -> Response:
+def error_response(request: Request, error: APIError) -> Response:
     """An error as an answer."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return JSONResponse(error.told(request.url.path), error.status, error.headers)
 
 
 async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -62,7 +70,7 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
     first = max(error.errors(), key=lambda x: len(x["loc"]))  # of several kinds, the one that was meant most likely
     if first["type"] == "json_invalid":
         problem = first["ctx"]["error"].removesuffix(" at")  # "Unterminated string starting at"
-        return error_response(APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
+        return error_response(request, APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
     where = [str(part) for part in first["loc"][1:2]]
     where += [str(x) for x in first["loc"][2:] if not re.match(r"[A-Z]|str$|[\w-]+\[", str(x))]  # types: no fields
     text = first["msg"].removeprefix("Value error, ")
@@ -71,7 +79,7 @@ async def invalid(request: Request, error: RequestValidationError) -> Response:
     elif first["type"] != "string_unicode":  # which is about a field's name
         is_json = says_json(request)
         text = "the body must be one JSON object" if is_json else "Content-Type: must be application/json"
-    return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
+    return error_response(request, APIError(400, f"invalid request: {text}", where[0] if where else None))
 
 
 async def http_error(request: Request, error: HTTPException) -> Response:
@@ -82,12 +90,12 @@ async def http_error(request: Request, error: HTTPException) -> Response:
             "the body is not JSON that can be read: it must be UTF-8, not nested too deeply, without numbers "
             "of thousands of digits"
         )
-    return error_response(APIError(error.status_code, text, None, dict(error.headers or {})))
+    return error_response(request, APIError(error.status_code, text, None, dict(error.headers or {})))
 
 
 async def other_error(request: Request, error: Exception) -> Response:
     """Whatever else is raised."""
-    return error_response(as_api_error(error))
+    return error_response(request, as_api_error(error))
 
 
 # -- answers --
@@ -124,7 +132,7 @@ async def respond(body: Any, request: Request, api: Any) -> Response:
             return EventStream(api.stream(job), functools.partial(api.forget, job))
         found = job and await unless(gone, api.answer(job), lambda answer: None)
     except Exception as error:
-        return error_response(as_api_error(error, body))
+        return error_response(request, as_api_error(error, body))
     finally:
         gone.cancel()
     if found is None:
@@ -137,7 +145,9 @@ class Routes:
 
     def __init__(self, serving: OpenAIServing, num_owners: int) -> None:
         self.serving, self.llm = serving, serving.llm
-        self.responses = ResponsesAPI(serving, num_owners)
+        self.traffic: Any = None  # once there is a way in
+        self.pooling = PoolingServing(serving, serving.pooler_config, serving.trained_dimensions)
+        self.responses, self.messages = ResponsesAPI(serving, num_owners), MessagesAPI(serving)
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
         return await respond(body, request, self.serving)
@@ -145,8 +155,23 @@ class Routes:
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
         return await respond(body, request, self.serving)
 
+    async def create_embedding(self, body: EmbeddingRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
+    async def create_score(self, body: ScoreRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
+    async def do_rerank(self, body: RerankRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
     async def create_response(self, body: ResponsesRequest, request: Request) -> Response:
         return await respond(body, request, self.responses)
+
+    async def create_message(self, body: MessagesRequest, request: Request) -> Response:
+        return await respond(body, request, self.messages)
+
+    async def count_tokens(self, body: CountTokensRequest) -> dict[str, Any]:
+        return await self.messages.count_tokens(body)
 
     async def retrieve_response(self, response_id: str, request: Request, stream: bool = False) -> Response:
         found = self.responses.retrieve(response_id, owner_of(request), stream)
@@ -185,7 +210,13 @@ class Routes:
         return {"version": VERSION}
 
     async def metrics(self) -> Response:
-        return Response(self.llm.stat_logger.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """The engine's, and those of HTTP and of this process."""
+        found = self.llm.stat_logger.expose() if self.llm.stat_logger else b""
+        return Response(found + self.traffic.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def load(self) -> dict[str, int]:
+        """Requests inside that the engine works for; 0 without --enable-server-load-tracking."""
+        return {"server_load": self.traffic.load}
 
     async def engine_state(self) -> dict[str, Any]:
         """What is inside, for developers; the page of the API does not show it."""
@@ -200,10 +231,21 @@ class Routes:
         }
 
 
-def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> CORSMiddleware:
+def build_app(
+    serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False, strict_fields: bool = False
+) -> Any:
     """The application: routes, the gate in front of them, and who may ask from a page."""
-    app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    frontend = serving.frontend
+    app = fastapi.FastAPI(
+        title="vLLM, from first principles",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None if frontend.disable_fastapi_docs else "/openapi.json",
+    )
+    app.root_path = frontend.root_path
     app.router.route_class = BodyRoute
+    app.state.unknown_fields = UnknownFields(strict_fields)
     app.exception_handler(RequestValidationError)(invalid)
     app.exception_handler(HTTPException)(http_error)
     for kind in (APIError, common.InputError, QueueOverflowError, EngineDeadError, Exception):
@@ -212,7 +254,14 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     post, get = functools.partial(app.post, responses=OF_POST), functools.partial(app.get, responses=OF_GET)
     post("/v1/chat/completions")(routes.create_chat_completion)
     post("/v1/completions")(routes.create_completion)
+    post("/v1/messages")(routes.create_message)
+    post("/v1/messages/count_tokens")(routes.count_tokens)
     post("/v1/responses")(routes.create_response)
+    post("/v1/embeddings")(routes.create_embedding)
+    for path in ("/score", "/v1/score"):
+        post(path)(routes.create_score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        post(path)(routes.do_rerank)
     get("/v1/responses/{response_id}")(routes.retrieve_response)
     post("/v1/responses/{response_id}/cancel")(routes.cancel_response)
     app.delete("/v1/responses/{response_id}", responses=OF_DELETE)(routes.delete_response)
@@ -225,20 +274,25 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         post("/v1/unload_lora_adapter")(routes.unload_lora_adapter)
     post("/tokenize")(routes.tokenize)
     post("/detokenize")(routes.detokenize)
-    app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(routes.health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(routes.health)
+    app.head("/health", include_in_schema=False)(routes.health)
     get("/health")(routes.health)
     get("/version")(routes.version)
-    if serving.llm.stat_logger:
-        get("/metrics")(routes.metrics)
+    get("/metrics")(routes.metrics)
+    get("/load")(routes.load)
     if debug:  # VLLM_SERVER_DEV_MODE=1, as vLLM's own endpoints for developers
         app.get("/debug/engine", include_in_schema=False)(routes.engine_state)
+        dev_routes.attach(app, serving)
 
-    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
-    # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.
-    return CORSMiddleware(
-        Gate(app, api_keys),
-        allow_origins=["*"],
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["Retry-After"],
+    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM lets none ask unless
+    # --allowed-origins names it; here '[]' does the same.) Outside the gate, so that a page can read a 401 or 413, too.
+    cors = CORSMiddleware(
+        Gate(app, api_keys, frontend.max_body_bytes, frontend.root_path),
+        allow_origins=frontend.allowed_origins,
+        allow_methods=frontend.allowed_methods,
+        allow_headers=frontend.allowed_headers,
+        allow_credentials=frontend.allow_credentials,
+        expose_headers=["Retry-After", "X-Request-Id"],
     )
+    routes.traffic = Traffic(cors, app.router.routes, serving.frontend.enable_server_load_tracking)
+    return RequestIds(routes.traffic) if serving.frontend.enable_request_id_headers else routes.traffic

@@ -13,7 +13,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.serving.openai.protocol import ChatMessage
+from engine.serving.openai.protocol import ChatMessage, ToolCall
+
+NEWER = {"developer": "system", "function": "tool"}  # roles as templates know them
 
 
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -21,11 +23,12 @@ def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any
     found = []
     for message in messages:
         content = message.content or ""
-        text = content if isinstance(content, str) else "\n".join(getattr(part, part.type) for part in content)
-        entry: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        entry: dict[str, Any] = {"role": NEWER.get(message.role, message.role), "content": text}
         entry |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
-        if message.tool_calls:
-            entry["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        calls = message.tool_calls or [ToolCall(function=call) for call in [message.function_call] if call]
+        if calls:
+            entry["tool_calls"] = [call.model_dump(exclude_none=True) for call in calls]
             for call in entry["tool_calls"]:
                 call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
         if message.role == "assistant" and isinstance(message.reasoning, str):

@@ -1,4 +1,4 @@
-"""Every error in one shape, which is OpenAI's.
+"""Every error in one shape, which is OpenAI's; or Anthropic's, for its clients.
 
 Owns what a client is told about an exception: status, message, the field to blame; called wherever an answer ends
 badly. It never repeats more than a few lines of what the client sent.
@@ -17,6 +17,7 @@ import pydantic
 
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.serving.openai.limits import MAX_MESSAGE, MAX_NAME
+from engine.serving.openai.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from engine.serving.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -50,8 +51,16 @@ class APIError(Exception):
         404: "NotFoundError",
         405: "MethodNotAllowedError",
         413: "RequestTooLargeError",
+        415: "UnsupportedMediaTypeError",
         500: "InternalServerError",
         503: "ServiceUnavailableError",
+    }
+
+    ANTHROPIC_TYPES: ClassVar = {
+        401: "authentication_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        503: "overloaded_error",
     }
 
     def __init__(
@@ -68,6 +77,15 @@ class APIError(Exception):
         kind = self.TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
 
+    def for_anthropic(self) -> dict[str, Any]:
+        """The same in the shape that Anthropic's clients read, with the types that they know."""
+        kind = self.ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def told(self, path: str) -> dict[str, Any]:
+        """In the shape of the API that is asked at this path."""
+        return self.for_anthropic() if path.startswith("/v1/messages") else self.body()
+
 
 def as_api_error(error: Exception, body: Any = None) -> APIError:
     """What a client is told about an exception; `body` is its request."""
@@ -79,6 +97,7 @@ def as_api_error(error: Exception, body: Any = None) -> APIError:
             text = re.sub("^max_tokens", "max_completion_tokens", text)
         first = text.split(":")[0].split(" ")[0]
         kinds = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, DetokenizeRequest, LoadLoRAAdapterRequest)
+        kinds += (EmbeddingRequest, ScoreRequest, RerankRequest)
         return APIError(400, text, first if any(first in kind.model_fields for kind in kinds) else None)
     if isinstance(error, QueueOverflowError):
         return APIError(503, str(error), headers={"Retry-After": "1"})

@@ -9,13 +9,14 @@ from __future__ import annotations
 import collections
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.request import SamplingParams
 from engine.serving.collector import RequestOutputCollector
+from engine.serving.openai.answers import AnswerReader
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
-from engine.serving.openai.tool_calls import ToolCallReader
 
 if TYPE_CHECKING:
     from engine.llm_engine import RequestOutput
@@ -34,9 +35,10 @@ class Job:
     text_offsets: dict[int, int] = field(default_factory=dict)  # where an answer's next token begins
     grammars: dict[int, Any] | None = None  # what each answer must match, as far as it has come (companion 06b)
     utf8: dict[int, Any] = field(default_factory=dict)  # decoders: what of a character is there already
+    parsers: tuple[str, str | None] = "hermes", None  # of calls, and of thinking if its answers begin with that
 
     def __post_init__(self) -> None:  # what has been understood of each answer so far
-        self.readers = collections.defaultdict(functools.partial(ToolCallReader, self.body))
+        self.readers = collections.defaultdict(functools.partial(AnswerReader, self.body, *self.parsers))
 
     @property
     def wants_usage(self) -> bool:
@@ -51,14 +53,22 @@ class Usage:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int | None = None  # of the completion; None where nobody would know
 
     def add_prompt(self, output: RequestOutput) -> None:
         self.prompt += len(output.prompt_token_ids)
         self.cached += output.num_cached_tokens
 
+    def add_answer(self, reader: AnswerReader, tokens: Sequence[bytes]) -> None:
+        """An answer's tokens, or those of a piece of it."""
+        self.completion += len(tokens)
+        if reader.thoughts:
+            self.reasoning = (self.reasoning or 0) + reader.thoughts.read(tokens)
+
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
-        return {
+        told = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        return told | {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,

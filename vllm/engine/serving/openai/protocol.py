@@ -1,20 +1,19 @@
 """What a client may say, and the form of what it hears: every field of a request is a type.
 
 Owns the requests of OpenAI's API with vLLM's own fields; FastAPI reads bodies with them, `serving` takes them apart. A
-field that nobody knows is refused by name, and a list is counted before its elements are looked at; what a field means
-is never decided here.
+list is counted before its elements are looked at; what a field means is never decided here.
 vLLM: `vllm/entrypoints/openai/chat_completion/protocol.py` and its neighbours.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
 from engine.serving.openai.limits import LARGE_BYTES, LENGTHS, MAX_ELEMENTS, MAX_NAME
+from engine.serving.openai.unknown_fields import UnknownFields
 
 T = TypeVar("T")
 Many = Annotated[list[T], pydantic.Field(fail_fast=True)]  # a million wrong elements are one mistake
@@ -55,7 +54,8 @@ def in_utf8(value: Any) -> Any:
 
 
 class OpenAIModel(pydantic.BaseModel):
-    """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
+    """Types are taken at their word ("5" is no number). A field that we do not know is passed over, as in vLLM; with
+    --strict-fields it is an error, not a surprise."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
     _num_bytes: int = pydantic.PrivateAttr(0)  # of the body that said this
@@ -67,14 +67,17 @@ class OpenAIModel(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _what_is_said(cls, data: Any) -> Any:
+    def _what_is_said(cls, data: Any, about: pydantic.ValidationInfo) -> Any:
         """Some clients write out all the fields they have: null under a name that we do not know asks for nothing.
         Of names that do ask for something, the first is enough for an error."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = (name for name, value in data.items() if value is not None and name not in known)
-        return {name: whole(data[name]) for name in (*(known & data.keys()), *itertools.islice(unknown, 1))}
+        unknown = [name for name, value in data.items() if value is not None and name not in known]
+        fields = about.context if isinstance(about.context, UnknownFields) else UnknownFields()
+        if not fields.strict:
+            fields.pass_over(cls.__name__, unknown)
+        return {name: whole(data[name]) for name in (*(known & data.keys()), *unknown[: fields.strict])}
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
@@ -198,7 +201,7 @@ class CommonRequest(AnyRequest):
     guided_decoding_backend: str | None = None  # there is one
 
 
-def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
+def prompts(given: Any, read: Callable[[Any], Any]) -> Any:
     """One error for four types that do not fit."""
     try:
         return read(given)
@@ -209,7 +212,7 @@ def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
-    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(_prompts)]
+    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(prompts)]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
@@ -220,7 +223,7 @@ class CompletionRequest(CommonRequest):
 class TextPart(Carried):
     """A message's part that says something."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -229,6 +232,41 @@ class RefusalPart(Carried):
 
     type: Literal["refusal"]
     refusal: str
+
+    @property
+    def text(self) -> str:
+        """What a template hears of it."""
+        return self.refusal
+
+
+class ThinkingPart(Carried):
+    """What an assistant thought; as in vLLM, a template hears it as text."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+    @property
+    def text(self) -> str:
+        """What a template hears of it."""
+        return self.thinking
+
+
+def type_of(part: Any) -> str | None:
+    """By which a part's model is found: text under each of its three names is one."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "text" if kind in ("text", "input_text", "output_text") else kind if isinstance(kind, str) else None
+
+
+Part = Annotated[
+    Annotated[TextPart, pydantic.Tag("text")]
+    | Annotated[RefusalPart, pydantic.Tag("refusal")]
+    | Annotated[ThinkingPart, pydantic.Tag("thinking")],
+    pydantic.Discriminator(
+        type_of,
+        custom_error_type="part",
+        custom_error_message="this model reads text alone: a part must be of type text, refusal or thinking",
+    ),
+]
 
 
 class FunctionCall(Carried):
@@ -249,9 +287,10 @@ class ToolCall(Carried):
 class ChatMessage(Carried):
     """An answer comes back as the next request's history, with all that a library has added to it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[TextPart | RefusalPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Many[Part] | None = None
     name: str | None = None
+    function_call: FunctionCall | None = None  # what tool_calls and tools have replaced, as has the role `function`
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: Any = pydantic.Field(
@@ -260,7 +299,7 @@ class ChatMessage(Carried):
 
     @pydantic.model_validator(mode="after")
     def _somebody_speaks(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":  # who calls a tool need not say anything
+        if self.content is None and self.role not in ("assistant", "function"):  # who calls need not say anything
             raise ValueError("content is required")
         return self
 
@@ -303,6 +342,16 @@ def _goes_on(value: bool, about: pydantic.ValidationInfo) -> bool:
 GoesOn = Annotated[bool, pydantic.AfterValidator(_goes_on)]
 
 
+def _replaced(value: Any) -> Any:
+    """`functions` and `function_call`, by which nobody is called any more."""
+    if value and value not in ("none", "auto"):
+        raise ValueError("OpenAI has replaced functions and function_call by tools and tool_choice, which work here")
+    return None
+
+
+Replaced = Annotated[Any, pydantic.BeforeValidator(_replaced)]
+
+
 class ChatCompletionRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
@@ -322,6 +371,8 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Many[Tool] | None = pydantic.Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    functions: Replaced = None
+    function_call: Replaced = None
     parallel_tool_calls: bool | None = True
     modalities: Many[Literal["text"]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None  # for templates

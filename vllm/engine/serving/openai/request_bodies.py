@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from engine.serving.openai import large_bodies
 from engine.serving.openai.limits import LARGE_BYTES
 from engine.serving.openai.protocol import OpenAIModel
+from engine.serving.openai.unknown_fields import UnknownFields
 
 
 def says_json(request: Request) -> bool:
@@ -53,18 +54,20 @@ class BodyRoute(APIRoute):
         async def read_first(request: Request) -> Any:
             request = ReadRequest(request.scope, request.receive)
             if (body := await request.body()) and says_json(request):
-                request.said = await large_bodies.away(len(body) > LARGE_BYTES, read, kind, body)
+                fields = request.app.state.unknown_fields
+                request.said = await large_bodies.away(len(body) > LARGE_BYTES, read, kind, body, fields)
             return await handle(request)
 
         return read_first
 
 
-def read(kind: type[OpenAIModel], body: bytes) -> Any:
-    """A body as a model of this kind. Raises what FastAPI would raise, and InputError."""
+def read(kind: type[OpenAIModel], body: bytes, fields: UnknownFields | None = None) -> Any:
+    """A body as a model of this kind; `fields` says what becomes of those that it has not. Raises what FastAPI would
+    raise, and InputError."""
     try:
         said = large_bodies.parse(body)
         if isinstance(said, dict):  # else FastAPI refuses it
-            said = kind.model_validate(said)
+            said = kind.model_validate(said, context=fields)
             said._num_bytes = len(body)
         return said
     except json.JSONDecodeError as error:

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.serving.openai.errors import APIError, as_api_error
+from engine.serving.openai.job import Usage
 from engine.serving.openai.large_bodies import away
 from engine.serving.openai.limits import LARGE_BYTES, MAX_ELEMENTS
 from engine.serving.openai.responses_protocol import ITEM, NamedFunction, Reference, ResponsesRequest, as_chat
+from engine.serving.openai.responses_tools import Called, as_text, by_name
 
 if TYPE_CHECKING:
     from engine.serving.openai.serving import OpenAIServing
@@ -38,8 +40,10 @@ class ResponseWriter:
     `events` holds them as they are sent: an event is what was true when it happened, and items go on growing.
     """
 
-    def __init__(self, response: dict[str, Any]) -> None:
+    def __init__(self, response: dict[str, Any], tools: Sequence[Any] = ()) -> None:
         self.response, self.events, self.num_events = response, [], 0
+        self.called = by_name(tools)
+        self.given = ""  # to the tool that is being called
         self.item: dict[str, Any] | None = None  # the last one, while it grows
 
     def say(self, kind: str, **about: Any) -> None:
@@ -53,29 +57,25 @@ class ResponseWriter:
             self.say(kind, response=self.response)
 
     def write(self, delta: dict[str, Any], logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """The news of a chat: `content`, and `tool_calls` that begin or grow."""
+        """The news of a chat: `reasoning`, `content`, and `tool_calls` that begin or grow."""
+        if thought := delta.get("reasoning"):
+            self.open_part("reasoning")["text"] += thought
+            self.say("response.reasoning_text.delta", **self.place(), content_index=0, delta=thought)
         if text := delta.get("content"):
-            part = self.open_text()
+            part = self.open_part("message")
             part["text"] += text
             part["logprobs"] += logprobs
             self.say("response.output_text.delta", **self.place(), content_index=0, delta=text, logprobs=logprobs)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
-                self.open(
-                    {
-                        "id": f"fc_{uuid.uuid4().hex}",
-                        "type": "function_call",
-                        "status": "in_progress",
-                        "call_id": call["id"],
-                        "name": function["name"],
-                        "arguments": "",
-                    }
-                )
+                self.open_call(call["id"], function["name"])
             if function["arguments"]:
                 assert self.item is not None, "a call has begun"
-                self.item["arguments"] += function["arguments"]
-                self.say("response.function_call_arguments.delta", **self.place(), delta=function["arguments"])
+                self.given += function["arguments"]
+                if self.item["type"] == "function_call":  # else it is told with its end
+                    self.item["arguments"] = self.given
+                    self.say("response.function_call_arguments.delta", **self.place(), delta=function["arguments"])
 
     def place(self) -> dict[str, Any]:
         assert self.item is not None, "something is being said"
@@ -89,32 +89,42 @@ class ResponseWriter:
         self.say("response.output_item.added", output_index=len(self.response["output"]) - 1, item=item)
         return item
 
-    def open_text(self) -> dict[str, Any]:
-        """The text of the message that grows; of a new one, if something else grew last."""
-        if self.item is None or self.item["type"] != "message":
-            self.item = self.open(
-                {
-                    "id": f"msg_{uuid.uuid4().hex}",
-                    "type": "message",
-                    "status": "in_progress",
-                    "role": "assistant",
-                    "content": [],
-                }
-            )
+    def open_part(self, kind: str) -> dict[str, Any]:
+        """The text of the message, or of the reasoning, that grows; of a new one, if something else grew last."""
+        if self.item is None or self.item["type"] != kind:
+            about: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            part = part if kind == "message" else {"type": "reasoning_text", "text": ""}
+            name = f"{'msg' if kind == 'message' else 'rs'}_{uuid.uuid4().hex}"
+            self.item = self.open({"id": name, "type": kind, "status": "in_progress", **about, "content": []})
             self.item["content"].append(part)
             self.say("response.content_part.added", **self.place(), content_index=0, part=part)
         return self.item["content"][0]
+
+    def open_call(self, call_id: str, name: str) -> None:
+        """A call of a function, or of a tool that takes any text, under the name that the client knows."""
+        about, self.given = self.called.get(name, Called(name)), ""
+        item: dict[str, Any] = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
+        if about.takes_text:
+            item |= {"id": f"ctc_{uuid.uuid4().hex}", "type": "custom_tool_call"}
+        item |= {"call_id": call_id, "name": about.name}
+        item |= {"namespace": about.namespace} if about.namespace else {}
+        self.open(item | ({"input": ""} if about.takes_text else {"arguments": ""}))
 
     def close(self, status: str) -> None:
         """The last item is as it will stay."""
         if self.item is None:
             return
         self.item["status"] = status
-        if self.item["type"] == "message":
+        if self.item["type"] in ("message", "reasoning"):
             (part,), where = self.item["content"], {**self.place(), "content_index": 0}
-            self.say("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"])
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            self.say(f"response.{part['type']}.done", **where, **done)
             self.say("response.content_part.done", **where, part=part)
+        elif self.item["type"] == "custom_tool_call":
+            self.item["input"] = as_text(self.given)
+            self.say("response.custom_tool_call_input.delta", **self.place(), delta=self.item["input"])
+            self.say("response.custom_tool_call_input.done", **self.place(), input=self.item["input"])
         else:
             self.say(
                 "response.function_call_arguments.done",
@@ -129,7 +139,7 @@ class ResponseWriter:
         short (OpenAI and 0.33 then say response.incomplete): some clients wait for nothing else; the status tells."""
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "", "completed")
         if not self.response["output"]:
-            self.open_text()  # the model said nothing; that is a message, too
+            self.open_part("message")  # the model said nothing; that is a message, too
         self.close("completed" if status == "completed" else "incomplete")
         self.response |= {"status": status, "usage": usage, "completed_at": int(time.time())}
         if status == "incomplete":
@@ -244,7 +254,7 @@ class ResponsesAPI:
             text = re.sub(r"^\w+", lambda first: NAMES.get(first[0], first[0]), str(error))
             raise common.InputError(text) from None
         response = await away(large, self.empty, f"resp_{uuid.uuid4().hex}", job, body)
-        return ResponseJob(job, body, items, size, ResponseWriter(response), kept)
+        return ResponseJob(job, body, items, size, ResponseWriter(response, body.tools or ()), kept)
 
     def empty(self, response_id: str, job: Any, body: ResponsesRequest) -> dict[str, Any]:
         """The response before its first token: what was asked for."""
@@ -292,7 +302,8 @@ class ResponsesAPI:
 
     async def written(self, job: ResponseJob) -> AsyncIterator[None]:
         """Have the answer written as it comes; a turn for each piece."""
-        chat, writer, num_tokens, finished = job.job, job.writer, 0, False
+        chat, writer, finished = job.job, job.writer, False
+        counted = Usage(reasoning=0)
         reason: str | None = None
         await away(job.body.is_large, writer.begin)  # it repeats what was asked
         pending: list[dict[str, Any]] = []  # of tokens whose text is held back
@@ -301,20 +312,20 @@ class ResponsesAPI:
             finished = output.finished
             for piece in output.outputs:
                 self.serving.check_answer(chat, 0, piece)
-                num_tokens += len(piece.token_ids)
+                counted.add_answer(chat.readers[0], [self.serving.token_bytes[t] for t in piece.token_ids])
                 pending += (self.serving.logprobs(chat, 0, piece) or {"content": []})["content"]
                 delta = chat.readers[0].read(piece.text, piece.finish_reason is not None)
                 writer.write(delta, pending)
                 reason = piece.finish_reason
                 pending = [] if delta.get("content") else pending
             if finished:
-                read, cached = len(output.prompt_token_ids), output.num_cached_tokens
+                counted.add_prompt(output)
                 usage = {
-                    "input_tokens": read,
-                    "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-                    "output_tokens": num_tokens,
-                    "output_tokens_details": {"reasoning_tokens": 0},
-                    "total_tokens": read + num_tokens,
+                    "input_tokens": counted.prompt,
+                    "input_tokens_details": {"cached_tokens": counted.cached, "cache_write_tokens": 0},
+                    "output_tokens": counted.completion,
+                    "output_tokens_details": {"reasoning_tokens": counted.reasoning},
+                    "total_tokens": counted.prompt + counted.completion,
                 }
                 await away(job.body.is_large, writer.finish, reason, usage)
                 self.keep(job)

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from engine.serving.openai import protocol
+from engine.serving.openai import protocol, responses_tools
 from engine.serving.openai.protocol import Carried, ChatCompletionRequest, Many, OpenAIModel
+from engine.serving.openai.responses_tools import AnyTool
 
 
 class Text(Carried):
@@ -40,21 +41,45 @@ class Call(Carried):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str | None
 
 
-class CallOutput(Carried):
-    """An item: what that function returned."""
+class CustomCall(Carried):
+    """An item: a tool that takes any text, called with this one."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str | None
+
+
+class CallOutput(Carried):
+    """An item: what that function or tool returned."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Many[Text]
 
 
+class Thought(Carried):
+    """A part of what was thought, or its summary."""
+
+    text: str
+
+
 class Reasoning(Carried):
-    """What another model thought: read, and not repeated to this one."""
+    """An item: what the assistant thought before it went on; a template may hear of it. What is encrypted is for
+    another server."""
 
     type: Literal["reasoning"]
+    content: Many[Thought] | None = None
+    summary: Many[Thought] | None = None
+
+    @property
+    def text(self) -> str:
+        """As in vLLM, the first part of one of the two."""
+        return next((part.text for part in (*(self.content or ()), *(self.summary or ()))), "")
 
 
 class Reference(Carried):
@@ -74,13 +99,17 @@ def kind_of(item: Any) -> str | None:
 Item = Annotated[
     Annotated[Message, pydantic.Tag("message")]
     | Annotated[Call, pydantic.Tag("function_call")]
+    | Annotated[CustomCall, pydantic.Tag("custom_tool_call")]
     | Annotated[CallOutput, pydantic.Tag("function_call_output")]
+    | Annotated[CallOutput, pydantic.Tag("custom_tool_call_output")]
     | Annotated[Reasoning, pydantic.Tag("reasoning")]
     | Annotated[Reference, pydantic.Tag("item_reference")],
     pydantic.Discriminator(
         kind_of,
         custom_error_type="kind",
-        custom_error_message=("must be a message, function_call, function_call_output, reasoning or item_reference"),
+        custom_error_message=(
+            "must be a message, function_call, custom_tool_call, one of their outputs, reasoning or item_reference"
+        ),
     ),
 ]
 
@@ -88,20 +117,10 @@ Item = Annotated[
 ITEM = pydantic.TypeAdapter(Item)
 
 
-class FunctionTool(Carried):
-    """One of `tools`: the chat's, one level flatter."""
-
-    type: Literal["function"]
-    name: str = pydantic.Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
-
-
 class NamedFunction(Carried):
     """`tool_choice`: this one and no other."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -129,6 +148,17 @@ class ReasoningConfig(OpenAIModel):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+# vLLM's list: the first one alone changes an answer, the others are about what no server of ours has.
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
+
+
 class ResponsesRequest(protocol.AnyRequest):
     """OpenAI's fields for a response; what all its APIs share, and vLLM's own, is inherited."""
 
@@ -141,10 +171,10 @@ class ResponsesRequest(protocol.AnyRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = pydantic.Field(None, ge=1)
-    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Many[Include] | None = None
     top_logprobs: int | None = None
     text: TextConfig | None = None
-    tools: Many[FunctionTool] | None = None
+    tools: Many[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningConfig | None = None
@@ -152,12 +182,23 @@ class ResponsesRequest(protocol.AnyRequest):
     max_tool_calls: int | None = None  # of tools that the server runs; this one runs none
     truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
+    include_reasoning: bool = True
+    client_metadata: dict[str, Any] | None = None  # Codex's, about itself
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 def plain(content: str | list[Text]) -> str:
     """Content as one text, a line for each part."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def tool_call(item: Call | CustomCall) -> protocol.ToolCall:
+    """A call as a chat's message has it."""
+    if isinstance(item, Call):
+        name, arguments = responses_tools.flat(item.namespace, item.name), item.arguments
+    else:
+        name, arguments = item.name, responses_tools.as_arguments(item.input or "")
+    return protocol.ToolCall(id=item.call_id, function=protocol.FunctionCall(name=name, arguments=arguments))
 
 
 def chat_messages(instructions: str | None, items: Sequence[Any]) -> list[protocol.ChatMessage]:
@@ -170,12 +211,14 @@ def chat_messages(instructions: str | None, items: Sequence[Any]) -> list[protoc
                 last.content = plain(item.content)
             else:
                 found.append(protocol.ChatMessage(role=item.role, content=plain(item.content)))
-        elif isinstance(item, Call):
+        elif isinstance(item, Reasoning) and item.text:
+            if last is None or last.reasoning is not None:
+                found.append(last := protocol.ChatMessage(role="assistant"))
+            last.reasoning = item.text
+        elif isinstance(item, Call | CustomCall):
             if last is None:
                 found.append(last := protocol.ChatMessage(role="assistant"))
-            function = protocol.FunctionCall(name=item.name, arguments=item.arguments)
-            last.tool_calls = last.tool_calls or []
-            last.tool_calls.append(protocol.ToolCall(id=item.call_id, function=function))
+            last.tool_calls = [*(last.tool_calls or ()), tool_call(item)]
         elif isinstance(item, CallOutput):
             content = plain(item.output)
             found.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
@@ -198,18 +241,18 @@ def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionReque
         chat_template_kwargs=body.chat_template_kwargs,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning and body.reasoning.effort,
+        include_reasoning=body.include_reasoning,
         verbosity=body.text and body.text.verbosity,
         **shared,
     )
     chat._num_bytes = body._num_bytes
-    if body.tools:
-        definitions = [tool.model_dump(exclude={"type", "strict"}) for tool in body.tools]
-        functions = map(protocol.FunctionDefinition.model_validate, definitions)
-        chat.tools = [protocol.Tool(type="function", function=function) for function in functions]
+    functions = responses_tools.functions(body.tools or ())
+    chat.tools = [protocol.Tool(type="function", function=function) for function in functions] or None
     choice = body.tool_choice
     if isinstance(choice, NamedFunction):
-        chat.tool_choice = protocol.NamedTool(function=protocol.FunctionName(name=choice.name))
-    elif body.tools or choice == "required":  # without tools, the choice among them means nothing
+        name = responses_tools.full_name(body.tools or (), choice.name)
+        chat.tool_choice = protocol.NamedTool(function=protocol.FunctionName(name=name))
+    elif functions or choice == "required":  # without tools, the choice among them means nothing
         chat.tool_choice = choice
     if "message.output_text.logprobs" in (body.include or ()):
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -29,13 +30,15 @@ from engine.llm import as_list
 from engine.request import SamplingParams, prompt_length_error
 from engine.sampling import token_rules
 from engine.sampling.guided.guide_queue import GuideQueue
-from engine.sampling.guided.structured_outputs import BROKEN
+from engine.sampling.guided.structured_outputs import BROKEN, REASONING_END, start
 from engine.sampling.guided.vocabulary import vocabulary_of
+from engine.sampling.pooler import PoolerConfig
 from engine.sampling.sampler import Logprob
-from engine.sampling.token_rules import TokenizeParams
+from engine.sampling.token_rules import TokenizeParams, limit_logprobs
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import merge_outputs
-from engine.serving.openai import chat_template, tools
+from engine.serving.frontend_args import FrontendArgs
+from engine.serving.openai import chat_template, reasoning, tools
 from engine.serving.openai.errors import APIError, as_api_error
 from engine.serving.openai.events import event, merged
 from engine.serving.openai.job import Job, Usage
@@ -69,14 +72,22 @@ class OpenAIServing:
     system_fingerprint: str | None = None  # another one says: the same seed may now bring another answer
     runtime_loras = False  # may clients load and unload adapters?
     has_kv_connector = False  # does anybody read kv_transfer_params? (lesson 08)
-    tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
+    tool_call_parser: str | None = None  # how the model writes a call of its own accord
     enable_auto_tool_choice = False
+    reasoning_parser: str | None = None  # how it marks what it thinks before it answers
+    response_role = "assistant"
+    max_logprobs = 20  # that a request may ask for
+    frontend = FrontendArgs()
+    engine_args: Any = None  # for developers
+    pooler_config = PoolerConfig()
+    trained_dimensions: Sequence[int] | bool = False  # that vectors may be cut to
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
         # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
+        self.parents: dict[str, str] = {}  # of which model an adapter is one, where that was said
         self.lora_count, self.loading_loras = itertools.count(2), set()
         self.lora_owners: dict[str, str | None] = {}  # whose key has loaded it; the server's own ones are everybody's
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
@@ -95,7 +106,7 @@ class OpenAIServing:
 
     def check_model(self, name: str | None) -> str:
         known = [*self.names, *self.loras]
-        if name is not None and name not in known:
+        if name and name not in known:  # as in vLLM, "" is no name
             raise APIError(404, f"The model `{name}` does not exist; this server has: {', '.join(known)}", "model")
         return name or self.names[0]
 
@@ -103,7 +114,7 @@ class OpenAIServing:
         """The model or an adapter, as `GET /v1/models` tells it."""
         root, parent = self.root or self.names[0], None
         if name in self.loras:
-            root, parent = self.loras[name][0], self.names[0]
+            root, parent = self.loras[name][0], self.parents.get(name, self.names[0])
         return {
             "id": name,
             "object": "model",
@@ -252,7 +263,7 @@ class OpenAIServing:
             attach_params(params, body.kv_transfer_params)
         wanted = self.num_prompts(body, params.n) * params.n
         try:
-            params, prompts, grammars = await self.prepare(body, params, wanted)
+            params, prompts, grammars, thinks = await self.prepare(body, params, wanted)
             if self.loras.get(model) != lora:
                 raise APIError(404, f"The model `{model}` was unloaded or replaced while the request was read", "model")
             llm.admission.check(llm.num_unfinished, wanted)  # from here to the engine without an await
@@ -263,7 +274,8 @@ class OpenAIServing:
         kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
         name = kind + (name or body.request_id or "") if name or body.request_id else request_id
-        job = Job(name, model, body, params, [], grammars=grammars)
+        parsers = self.tool_call_parser or "hermes", self.reasoning_parser if thinks else None
+        job = Job(name, model, body, params, [], grammars=grammars, parsers=parsers)
         about = {
             "priority": body.priority,
             "cache_salt": own_salt(owner, body.cache_salt) if body.cache_salt else None,
@@ -284,6 +296,9 @@ class OpenAIServing:
             raise EngineDeadError(str(self.llm.dead))
         if body.stream_options is not None and not body.stream:
             raise common.InputError("stream_options: only allowed when stream is true")
+        if body.stream and self.frontend.enable_force_include_usage:
+            options = body.stream_options or StreamOptions()
+            body.stream_options = options.model_copy(update={"include_usage": True})
         tools.check_tools(body, self.tool_call_parser, self.enable_auto_tool_choice)
         if body.priority != 0 and self.llm.ready.policy != "priority":
             raise common.InputError("priority: this server was started with --scheduling-policy fcfs; allowed: 0")
@@ -292,20 +307,37 @@ class OpenAIServing:
 
     async def prepare(
         self, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams, wanted: int
-    ) -> tuple[SamplingParams, list[dict[str, Any]], Any]:
-        """What takes time: the guide of a constraint, and token ids. Parameters, prompts, and a guide for each answer.
-
-        Raises InputError, QueueOverflowError.
+    ) -> tuple[SamplingParams, list[dict[str, Any]], Any, bool]:
+        """What takes time: the guide of a constraint, and token ids. Parameters, prompts, a guide for each answer, and
+        whether an answer begins with thinking. Raises InputError, QueueOverflowError.
         """
         with contextlib.ExitStack() as places:
-            grammars = None
+            guide = None
             if found := await away(body.is_large, tools.structured_outputs, body):
                 field, params.structured_outputs = found
                 guide = await self.check_constraint(field, found[1], body, places, wanted)
-                grammars = guide and collections.defaultdict(guide.start)
             if params.bad_words:
                 params = await asyncio.to_thread(token_rules.update_from_tokenizer, params, self.tokenizer)
-            return params, await self.check_prompts(body, params), grammars
+            prompts = await self.check_prompts(body, params)
+        thinks = self.thinks(body, prompts[0]["prompt"])
+        if guide is None:
+            return params, prompts, None, thinks
+        begin = guide.start
+        if thinks:  # the grammar is about the answer alone
+            params.structured_outputs = (params.structured_outputs or {}) | {REASONING_END: reasoning.CLOSE}
+            begin = functools.partial(start, params.structured_outputs, guide, await self.guide_queue.vocabulary())
+        return params, prompts, collections.defaultdict(begin), thinks
+
+    def thinks(self, body: CompletionRequest | ChatCompletionRequest, prompt: str | None) -> bool:
+        """Whether an answer begins with thinking, as far as one can know: what the template has written behind the last
+        message says it, or else the client's wish."""
+        if self.reasoning_parser is None or not isinstance(body, ChatCompletionRequest):
+            return False
+        (last,) = chat_template.messages_for_template(body.messages[-1:])
+        behind = (prompt or "").rpartition(last["content"] or "\0")[2] if body.add_generation_prompt else prompt or ""
+        wishes = {"enable_thinking": body.reasoning_effort != "none"} | (body.chat_template_kwargs or {})
+        said = reasoning.is_open(behind)
+        return wishes["enable_thinking"] is not False if said is None else said
 
     async def check_prompts(
         self, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams
@@ -328,11 +360,12 @@ class OpenAIServing:
         if isinstance(body, ChatCompletionRequest):
             if body.top_logprobs and not body.logprobs:
                 raise common.InputError("top_logprobs: needs logprobs to be true")
-            if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
+            least, most = (-1, math.inf) if self.max_logprobs == -1 else (0, self.max_logprobs)
+            if body.top_logprobs is not None and not least <= body.top_logprobs <= most:
+                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from {least} to {most}")
             limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            params = sampling_params(body, limit, logprobs, self.sampling_defaults)
+            params = limit_logprobs(sampling_params(body, limit, logprobs, self.sampling_defaults), self.max_logprobs)
             if tools.tool_choice(body) == "auto":  # to many models <tool_call> is a special token: it must be seen
                 params.skip_special_tokens = False
             return params
@@ -344,7 +377,7 @@ class OpenAIServing:
         if limit is None:  # a chat's null is all that is left; here it is 16
             limit = self.sampling_defaults.params.get("max_tokens", 16)
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
-        return sampling_params(body, limit, body.logprobs, self.sampling_defaults)
+        return limit_logprobs(sampling_params(body, limit, body.logprobs, self.sampling_defaults), self.max_logprobs)
 
     @functools.cached_property
     def guide_queue(self) -> Any:
@@ -432,20 +465,31 @@ class OpenAIServing:
         content["token_ids"] = answer.token_ids if by_id else None
         if not chat:
             content["prompt_token_ids"] = first.prompt_token_ids if first and by_id else None
-            if first and job.body.prompt_logprobs is not None and not job.body.stream:
+            if first and job.params.prompt_logprobs is not None and not job.body.stream:  # echo asks for them, too
                 content["prompt_logprobs"] = scores(first)
             return {"index": index, "text": shown.text} | content
         reader = job.readers[index]
-        message = reader.read(answer.text, answer.finish_reason is not None)
-        if first:  # as in vLLM: who says nothing beside a call of their own has no content, else an empty one
-            nothing = None if reader.choice == "auto" and reader.count else ""
-            message = {"role": "assistant", "content": nothing} | message
-        if reader.count and reader.choice in ("auto", "required") and answer.finish_reason == "stop":
+        message, calls = reader.read(answer.text, answer.finish_reason is not None), reader.calls
+        if first:  # who says nothing beside a call or a thought has no content, else an empty one
+            nothing = None if not job.body.stream and (calls.count or reader.reasoning) else ""
+            message = {"role": self.role_of(job.body), "content": nothing} | message
+        if calls.count and calls.choice in ("auto", "required") and answer.finish_reason == "stop":
             content["finish_reason"] = "tool_calls"  # for a named function OpenAI says "stop"
         if not job.body.stream:
             for call in message.get("tool_calls", ()):
                 del call["index"]  # which call a piece belongs to: only streams say it
         return {"index": index, "delta" if job.body.stream else "message": message} | content
+
+    def usage_of(self, job: Job) -> Usage:
+        """Nothing yet; thoughts are counted in chats, where there is a parser of them."""
+        counts = self.reasoning_parser and isinstance(job.body, ChatCompletionRequest)
+        return Usage(reasoning=0 if counts else None)
+
+    def role_of(self, body: CompletionRequest | ChatCompletionRequest) -> str:
+        """Who answers: --response-role, or whoever's message goes on."""
+        if isinstance(body, ChatCompletionRequest) and not body.add_generation_prompt:
+            return body.messages[-1].role
+        return self.response_role
 
     def envelope(
         self, job: Job, choices: list[dict], usage: dict | None = None, first: RequestOutput | None = None
@@ -462,6 +506,13 @@ class OpenAIServing:
             found["prompt_text"] = first.prompt if job.body.return_prompt_text else None
         return found | {"usage": usage} if usage or job.wants_usage else found
 
+    def told(self, usage: Usage) -> dict[str, Any]:
+        """A `usage`, with what was cached unless the server says it does not tell."""
+        found = usage.as_dict()
+        if not self.frontend.enable_prompt_tokens_details:
+            found["prompt_tokens_details"] = None
+        return found
+
     def echoed(self, job: Job, output: RequestOutput, answer: CompletionOutput) -> CompletionOutput:
         """The answer behind its prompt, for a client that wants to read it again. If it wants no token, only that."""
         text = output.prompt if output.prompt is not None else self.tokenizer.decode(output.prompt_token_ids)
@@ -477,24 +528,26 @@ class OpenAIServing:
             outputs = [await collector.get() for collector in job.collectors]
         finally:
             self.forget(job)
-        usage, choices = Usage(), []
+        usage, choices = self.usage_of(job), []
         for i, output in enumerate(outputs):
             usage.add_prompt(output)
             for answer in output.outputs:
-                usage.completion += len(answer.token_ids)
+                reader = job.readers[i * job.params.n + answer.index]
+                usage.add_answer(reader, [self.token_bytes[t] for t in answer.token_ids])
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
         first = outputs[0] if isinstance(job.body, ChatCompletionRequest) else None
-        found = self.envelope(job, choices, usage.as_dict(), first)
+        found = self.envelope(job, choices, self.told(usage), first)
         if first and job.body.prompt_logprobs is not None:
             found["prompt_logprobs"] = scores(outputs[0])
         return in_full(found | {"kv_transfer_params": outputs[0].kv_transfer_params or None})
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
-        usage, seen, prompts, held = Usage(), set(), set(), {}
+        usage, seen, prompts, held = self.usage_of(job), set(), set(), {}
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
         counted = options.include_usage and options.continuous_usage_stats
+        interval = max(job.body.stream_interval or 1, self.frontend.stream_interval)
         try:
             async for i, output in merged(job.collectors):
                 if i in held:
@@ -505,7 +558,7 @@ class OpenAIServing:
                     usage.add_prompt(output)
                 for piece in output.outputs:
                     index = i * job.params.n + piece.index
-                    fewest = 0 if index not in seen or piece.finish_reason else job.body.stream_interval or 0
+                    fewest = 0 if index not in seen or piece.finish_reason else interval
                     if len(piece.token_ids) < fewest:  # the client wants fewer and larger pieces
                         held.setdefault(i, dataclasses.replace(output, outputs=[])).outputs.append(piece)
                         continue
@@ -513,17 +566,17 @@ class OpenAIServing:
                     seen.add(index)
                     if first and chat:  # OpenAI's streams begin with the role and no text
                         opening = CompletionOutput(piece.index, "", [])
-                        now = usage.as_dict() if counted else None
+                        now = self.told(usage) if counted else None
                         yield event(self.envelope(job, [self.choice(job, index, opening, first)], now, first))
                         first = None
-                    usage.completion += len(piece.token_ids)
+                    usage.add_answer(job.readers[index], [self.token_bytes[t] for t in piece.token_ids])
                     choice = self.choice(job, index, piece, first)
                     says = choice.get("text") or any(choice.get("delta", {}).values())
                     if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
                         continue  # half a character, or what may become a stop string or a call: nothing to say yet
-                    yield event(self.envelope(job, [choice], usage.as_dict() if counted else None))
+                    yield event(self.envelope(job, [choice], self.told(usage) if counted else None))
             if options.include_usage:
-                yield event(self.envelope(job, [], usage.as_dict()))
+                yield event(self.envelope(job, [], self.told(usage)))
         except Exception as error:  # the status line is long gone: the stream itself has to say it
             yield event(as_api_error(error).body())
         yield "data: [DONE]\n\n"

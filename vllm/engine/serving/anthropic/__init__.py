@@ -1,0 +1,1 @@
+"""The HTTP API that Anthropic's clients speak; seam: none."""
