@@ -97,7 +97,7 @@ def test_what_is_taken_is_taken_as_vllm_takes_it(capsys, flag):
 
 @pytest.mark.parametrize(
     ("words", "code", "told"),
-    [(["serve", "--bogus"], 2, "--bogus: no such flag"), (["serve", "--enable-eplb"], 2, "moves experts"),
+    [(["serve", "--bogus"], 2, "--bogus: no such flag"), (["serve", "--enable-dbo"], 2, "overlaps two halves"),
      (["serve", "--help"], 0, "--max-model-len"), (["serve", "--port", "x"], 2, "--port"), (["nonsense"], 2, "serve"),
      (["serve", "--scheduling-policy", "lifo"], 2, "fcfs")],
 )  # fmt: skip
