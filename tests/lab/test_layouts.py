@@ -7,31 +7,17 @@ import dataclasses
 import pytest
 import torch
 
+from engine.distributed.group import GroupCoordinator
 from engine.parallel import sharding
 from lab import layouts, roofline
 from support.close import assert_close
-from support.rank_threads import ThreadGroup, in_threads
-
-
-class ThreadExperts(layouts.ExpertGroup, ThreadGroup):
-    def __init__(self, *args):
-        ThreadGroup.__init__(self, *args)
-
-    def all_to_all(self, rows, counts):
-        everybody = self.everybodys((rows, list(counts)))
-        parts = [r.split(c)[self.rank_in_group] for r, c in everybody]
-        self._count_sent("all_to_all", rows, counts)
-        return torch.cat(parts), [len(part) for part in parts]
-
-    def reduce_scatter(self, x):
-        self._count("reduce_scatter", x)
-        return sum(self.everybodys(x)).chunk(self.world_size)[self.rank_in_group]
+from support.rank_threads import in_threads
 
 
 def test_weights_of_the_chosen_experts_add_up_to_one():
     layer, x = layouts.random_moe(top_k=3), torch.randn(5, 64)
-    ids, weights = layouts.route(layer, x)
-    scores = (x @ layer.router.T).exp().gather(1, ids)
+    weights, ids = layouts.choose(layer, x)
+    scores = (x @ layer.gate.T).exp().gather(1, ids)
     assert_close(weights, scores / scores.sum(1, keepdim=True))
     assert (weights.diff(dim=1) <= 0).all()
 
@@ -42,17 +28,17 @@ def test_experts_sharded_are_experts_whole(n, top_k):
     layer = layouts.random_moe(top_k=top_k, seed=n)
     x = torch.randn(12 * n, 64)
     want = layouts.moe_reference(layer, x)
-    for out in in_threads(n, lambda group: layouts.tensor_parallel_moe(layer, x, group), kind=ThreadExperts):
+    for out in in_threads(n, lambda group: layouts.tensor_parallel_moe(layer, x, group)):
         assert_close(out, want)
 
     def rank(group):
         mine = layouts.expert_parallel_moe(layer, x.chunk(n)[group.rank_in_group], group)
         return mine, group.bytes["all_to_all"]
 
-    found = in_threads(n, rank, kind=ThreadExperts)
+    found = in_threads(n, rank)
     assert_close(torch.cat([mine for mine, _ in found]), want)
     arrived = layouts.rows_sent(layer, x, n)
-    ids, _ = layouts.route(layer, x)
+    _, ids = layouts.choose(layer, x)
     size = 12 // n
     for r, (_, sent) in enumerate(found):  # hidden states and ids go out; results of others' tokens go back
         others = (torch.cat([c for i, c in enumerate((ids // size).chunk(n)) if i != r]) if n > 1 else ids[:0]) == r
@@ -69,27 +55,25 @@ def test_sequence_parallel_for_any_number_of_tokens(tokens):
     def rank(group):
         return layouts.sequence_parallel_block(layer, shares[group.rank_in_group], norm, group)
 
-    for out in in_threads(3, rank, kind=ThreadExperts):
+    for out in in_threads(3, rank):
         assert_close(out, want)
 
 
 def test_a_rank_alone_needs_no_process_group_and_no_token_no_expert():
-    found = layouts.moe_errors(layouts.ExpertGroup([0], 0))
+    found = layouts.moe_errors(GroupCoordinator([0], 0))
     assert max(found["errors"].values()) < 1e-6 and not any(found["counts"].values())
     layer, nothing = layouts.random_moe(), torch.zeros(0, 64)
     assert layouts.moe_reference(layer, nothing).shape == (0, 64)
-    assert layouts.by_expert(layer, layer.experts, nothing).shape == (0, 64)
+    assert layer(nothing).shape == (0, 64)
 
 
 def test_everybody_wants_the_same_expert():
     """All tokens go to one rank, the others get nothing: empty messages are messages."""
     layer = layouts.random_moe(top_k=1)
-    layer.router = torch.zeros(12, 64)
-    layer.router[7] = 1
+    layer.gate = torch.zeros(12, 64)
+    layer.gate[7] = 1
     x = torch.rand(9, 64) + 0.1
-    found = in_threads(
-        3, lambda group: layouts.expert_parallel_moe(layer, x.chunk(3)[group.rank_in_group], group), kind=ThreadExperts
-    )
+    found = in_threads(3, lambda group: layouts.expert_parallel_moe(layer, x.chunk(3)[group.rank_in_group], group))
     assert_close(torch.cat(found), layouts.moe_reference(layer, x))
     assert layouts.rows_sent(layer, x, 3) == [3, 0, 3]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from engine.experts.grouped_matmul import Tiles
+from engine.experts.stacked import StackedExperts
 from engine.quantization import formats, kv_codes
 
 CACHES = {  # formats: query heads, KV heads, head size, of SmolLM2 and of an 8B Llama
@@ -143,6 +146,43 @@ def dequant_matmul(m: Any, dtype: torch.dtype) -> None:
         m.dequant_matmul(empty(M, K, dtype=dtype), weight)
 
 
+def grouped_matmul(m: Any, dtype: torch.dtype) -> None:
+    """Both kernels at the experts of Qwen3-30B-A3B, for decode batches and prompts, and at gpt-oss-20b's."""
+    empty = functools.partial(torch.empty, device="meta")
+    for tokens, k, E, H, I, bias in ((32, 8, 128, 2048, 768, False), (4096, 8, 128, 2048, 768, False),
+                                     (64, 4, 32, 2880, 2880, True)):  # fmt: skip
+        block_m, *blocks = m.choose_tiles(dtype, tokens * k, E)
+        tiles = m.Tiles(empty(tokens * k, dtype=torch.int64), empty(tokens * k, 3, dtype=torch.int32), block_m)
+        biases = (empty(E, 2 * I, dtype=dtype), empty(E, H, dtype=dtype)) if bias else (None, None)
+        stacks = empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)
+        experts = StackedExperts(range(E), *stacks, *biases, activation="swiglu_oai" if bias else "silu")
+        m.run_tiles(empty(tokens, H, dtype=dtype), empty(tokens, k), tiles, experts, tuple(blocks))
+
+
+def grouped_dequant(m: Any, dtype: torch.dtype) -> None:
+    """The kernel at the experts of Qwen3-30B-A3B: both products, in decode batches and prompts, in five formats."""
+    empty = functools.partial(torch.empty, device="meta")
+    E, k = 128, 8
+    for name, tokens in (
+        ("int4-g64", 32),
+        ("int4-g128", 4096),
+        ("int8", 32),
+        ("fp8", 4096),
+        ("mxfp4", 32),
+        ("q4_1", 32),
+    ):
+        f = formats.FORMATS[name]
+        stored = {"fp32": torch.float32, "fp16": torch.float16, "e8m0": torch.uint8}[f.scale]
+        tiles = Tiles(empty(tokens * k, dtype=torch.int64), empty(tokens * k, 3, dtype=torch.int32),
+                      m.block_rows(dtype, tokens * k, E))  # fmt: skip
+        for N, K, top_k in ((1536, 2048, k), (2048, 768, 0)):
+            scale = empty(E, K // (f.group or K), N, dtype=stored)
+            weight = SimpleNamespace(format=f, K=K, codes=empty(E, N, K * f.bits // 8, dtype=torch.uint8), scale=scale,
+                                     zero={None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero])  # fmt: skip
+            x = empty(tokens if top_k else tokens * k, K, dtype=dtype)
+            m.grouped_dequant_matmul(x, weight, tiles, top_k, None if top_k else empty(tokens, k))
+
+
 def kv_decode(m: Any, dtype: torch.dtype) -> None:
     """The kernel, on every grid, at the shapes of SmolLM2 and of an 8B Llama, on meta tensors."""
     empty = functools.partial(torch.empty, device="meta")
@@ -225,9 +265,11 @@ EXAMPLES = {
     "10_chunked_prefill": chunked_prefill,
     "11_preemption": preemption,
     "12_multi_lora": multi_lora,
+    "engine.experts.grouped_matmul": grouped_matmul,
     "engine.kv_transfer.kernels": kernels,
     "engine.quantization.activations": activations,
     "engine.quantization.dequant_matmul": dequant_matmul,
+    "engine.quantization.grouped_dequant": grouped_dequant,
     "engine.quantization.kv_decode": kv_decode,
     "engine.quantization.kv_write": kv_write,
     "engine.quantization.scaled_matmul": scaled_matmul,

@@ -55,6 +55,19 @@ class ThreadGroup(GroupCoordinator):
         self._count("all_gather", out)
         return out
 
+    def all_to_all(self, rows: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, list[int]]:
+        if self.world_size == 1:
+            return super().all_to_all(rows, counts)
+        parts = [r.split(c)[self.rank_in_group] for r, c in self.everybodys((rows, list(counts)))]
+        self._count_sent("all_to_all", rows, counts)
+        return torch.cat(parts), [len(part) for part in parts]
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        if self.world_size == 1:
+            return super().reduce_scatter(x)
+        self._count("reduce_scatter", x)
+        return sum(self.everybodys(x)).chunk(self.world_size)[self.rank_in_group]
+
 
 def in_threads(
     n: int, fn: Callable, device: torch.device = CPU, kind: Callable[..., ThreadGroup] = ThreadGroup

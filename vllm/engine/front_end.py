@@ -17,7 +17,7 @@ from engine.config import whole
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput
-from engine.request import Request, RequestStatus, SamplingParams
+from engine.request import PoolingParams, Request, RequestStatus, SamplingParams
 from engine.sampling import token_rules
 from engine.sampling.detokenizer import MAX_BYTES, IncrementalDetokenizer, TokenBytes, decoded_token
 from engine.sampling.sampler import Logprob
@@ -53,6 +53,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # in a stream: once, with the first token
     kv_transfer_params: dict[str, Any] | None = None  # lesson 08: for whoever goes on with this
+    pooling_output: bytes | None = None  # its prompt's vector, fp32 (vLLM: `PoolingRequestOutput`)
 
 
 @dataclass
@@ -101,6 +102,8 @@ class _Sequence:
 class FrontEnd:
     """Validates, tokenizes, and after each step of its core detokenizes."""
 
+    max_logprobs = 20  # alternatives that a request may ask for; -1: all there are
+
     def __init__(self, model_config: LlamaConfig, tokenizer: Tokenizer, core: Any) -> None:
         """`core` has `check_request`, `add_request`, `abort_requests`, `step` and a scheduler."""
         self.model_config, self.tokenizer, self.core = model_config, tokenizer, core
@@ -114,7 +117,7 @@ class FrontEnd:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         stream: bool = False,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -125,7 +128,8 @@ class FrontEnd:
         """Queue one prompt. `stream`: report new text in every step, not everything at the end.
 
         `tokenization_kwargs` may have truncate_prompt_tokens and truncation_side. A prompt that is a dict may have its
-        own cache_salt. `lora_name` is an adapter that the core has. Raises InputError; then nothing was queued.
+        own cache_salt. `lora_name` is an adapter that the core has. With PoolingParams, the answer is the prompt's
+        vector. Raises InputError; then nothing was queued.
         """
         if request_id in self.callers:
             raise common.InputError(f"request id {request_id!r} is in use")
@@ -136,6 +140,9 @@ class FrontEnd:
         if not isinstance(cache_salt, str | None):
             raise common.InputError(f"cache_salt {cache_salt!r}: must be a string")
         whole("priority", priority, -(2**63), 2**63 - 1)
+        pooling_params: PoolingParams | None = None
+        if isinstance(params, PoolingParams):
+            pooling_params, params = params, params.as_sampling_params()
         params = self._checked(SamplingParams() if params is None else params)
         eos = self.model_config.eos_token_ids
         own = eos[0] if eos and self.model_config.tokenizer_has_eos else None  # no stop_reason; the others have one
@@ -147,7 +154,14 @@ class FrontEnd:
                 child.n = 1
                 child.seed = None if params.seed is None else params.seed + index
             request = Request(
-                name, token_ids, child, priority=priority, eos_token_id=own, cache_salt=cache_salt, lora_name=lora_name
+                name,
+                token_ids,
+                child,
+                priority=priority,
+                eos_token_id=own,
+                cache_salt=cache_salt,
+                lora_name=lora_name,
+                pooling_params=pooling_params,
             )
             if not child.ignore_eos:
                 request.stop_token_ids |= set(eos) - {own}
@@ -165,6 +179,7 @@ class FrontEnd:
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, getattr(params, name) or ())
+        params = token_rules.limit_logprobs(params, self.max_logprobs, self.model_config.vocab_size)
         params = token_rules.update_from_tokenizer(params, self.tokenizer)
         stops = {*(params.stop_token_ids or ()), *self.model_config.eos_token_ids}
         if params.min_tokens and len(stops) == self.model_config.vocab_size:
@@ -231,7 +246,7 @@ class FrontEnd:
             if output.new_logprobs is not None:
                 self._hear_logprobs(sequence, output.new_token_ids[0], output.new_logprobs)
             if answer := self._answer(sequence, finish_reason, stop_reason):
-                answer.kv_transfer_params = output.kv_transfer_params
+                answer.kv_transfer_params, answer.pooling_output = output.kv_transfer_params, output.pooling_output
                 heard.append(answer)
         return heard
 

@@ -40,6 +40,7 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[dict[int, Any]]] = field(default_factory=dict)  # of each of these tokens, if asked for
     prompt_logprobs_dict: dict[str, list] = field(default_factory=dict)  # of prompts that the step completed
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # guesses for the next step
+    pooler_output: dict[str, bytes] = field(default_factory=dict)  # vectors of prompts that the step completed
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class EngineCoreOutput:
     kv_transfer_params: dict[str, Any] | None = None  # where its keys and values are, for whoever goes on with it
     new_logprobs: dict[int, Any] | None = None  # of the new token, which is one if they are asked for
     new_prompt_logprobs: list | None = None  # one entry per token of its prompt, which is now computed
+    pooling_output: bytes | None = None  # in place of tokens: its prompt's vector
 
 
 @dataclass

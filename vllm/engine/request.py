@@ -71,8 +71,8 @@ class SamplingParams:
             ("frequency_penalty", float, -2, 2),
             ("repetition_penalty", float, 0.01, 100),
             ("seed", int, -(2**63), 2**63 - 1),
-            ("logprobs", int, 0, 20),
-            ("prompt_logprobs", int, 0, 20),
+            ("logprobs", int, -1, math.inf),  # -1: of the whole vocabulary; `FrontEnd` knows how many are allowed
+            ("prompt_logprobs", int, -1, math.inf),
             ("max_tokens", int, 1, math.inf),
             ("min_tokens", int, 0, self.max_tokens or math.inf),
         ):
@@ -90,6 +90,22 @@ class SamplingParams:
             raise common.InputError(f"logit_bias {bias!r:.60}: must map token ids to numbers from -100 to 100")
         if self.temperature == 0 and self.n > 1:
             raise common.InputError(f"n {self.n}: must be 1 at temperature 0, where all samples are the same")
+
+
+POOLING_TYPES = ("LAST", "MEAN")
+
+
+@dataclass
+class PoolingParams:
+    """What a caller may ask for who wants a prompt's vector and no answer (`vllm/pooling_params.py`)."""
+
+    pooling_type: str = "LAST"  # one of POOLING_TYPES
+    use_activation: bool = True  # of length 1
+    dimensions: int | None = None  # the first so many
+
+    def as_sampling_params(self) -> SamplingParams:
+        """What the scheduler goes by. A mean is of all tokens, so what is cached has to be computed again."""
+        return SamplingParams(temperature=0, max_tokens=1, skip_reading_prefix_cache=self.pooling_type == "MEAN")
 
 
 class RequestStatus(enum.IntEnum):
@@ -137,10 +153,12 @@ class Request:
         eos_token_id: int | None = None,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        pooling_params: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params
+        self.pooling_params = pooling_params  # if it has some, it ends with its prompt, and nothing is sampled
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.priority = priority  # smaller is more important
         self.cache_salt = cache_salt  # lesson 05: requests with different salts share nothing

@@ -19,44 +19,26 @@ import common  # first: it settles the device before torch is used
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from engine.distributed.group import GroupCoordinator
+from engine.experts.config import MoEConfig
+from engine.experts.layer import MoELayer
+from engine.experts.routing import route
+from engine.experts.stacked import StackedExperts
 from engine.model.config import LlamaConfig
-from engine.parallel.sharding import divides
+from engine.parallel.eplb import Placement
+from engine.parallel.experts import ReducedExperts, dispatch
+from engine.parallel.sharding import divides, experts_of
 from lab import figures, roofline
 from lab.hardware import HARDWARE
 from lab.links import LINKS, Link, wire_bytes
 
 # --- 1. A mixture of experts, and the obvious way to compute it -------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Experts:
-    """Some experts of a layer: gate_up [E, 2·I, H] (gates above ups) and down [E, H, I]."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-    def __call__(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """One expert: W₂ (silu(W₁ x) ⊙ W₃ x). Shapes: [N, H] -> [N, H]."""
-        gate, up = (x @ self.gate_up[expert].T).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ self.down[expert].T
-
-
-@dataclasses.dataclass
-class MoELayer:
-    """A router [E, H] and its experts; each token goes through `top_k` of them."""
-
-    router: torch.Tensor
-    experts: Experts
-    top_k: int
 
 
 def random_moe(
@@ -73,104 +55,54 @@ def random_moe(
     def noise(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(device)
 
-    experts = Experts(noise(num_experts, 2 * intermediate, hidden), noise(num_experts, hidden, intermediate))
-    return MoELayer(noise(num_experts, hidden), experts, top_k)
+    gate_up, down = noise(num_experts, 2 * intermediate, hidden), noise(num_experts, hidden, intermediate)
+    experts = StackedExperts(range(num_experts), gate_up, down)
+    return MoELayer(MoEConfig(num_experts, top_k, intermediate), noise(num_experts, hidden), experts)
 
 
-def route(layer: MoELayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts a token visits, and what each one's word counts. Shapes: x [T, H] -> ids, weights [T, k]."""
-    weights, ids = (x @ layer.router.T).softmax(1).topk(layer.top_k, dim=1)
-    return ids, weights / weights.sum(1, keepdim=True)
+def choose(layer: MoELayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each chosen expert's word counts, and which experts these are. Shapes: x [T, H] -> weights, ids [T, k]."""
+    return route(x @ layer.gate.T, layer.config)
 
 
 def moe_reference(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
     """y_t = Σ_j w_tj · expert_{i_tj}(x_t), token by token, expert by expert. [T, H] -> [T, H]."""
-    ids, weights = route(layer, x)
+    weights, ids = choose(layer, x)
     y = torch.zeros_like(x)
     for t in range(len(x)):
         for e, w in zip(ids[t], weights[t]):
-            y[t] += w * layer.experts(int(e), x[t : t + 1])[0]
+            y[t] += w * stacked(layer).one(int(e), x[t : t + 1])[0]
     return y
 
 
 # --- 2. The same on n ranks -------------------------------------------------------------------------------------------
 
 
-class ExpertGroup(GroupCoordinator):
-    """Two more collectives. What they count in `bytes` is what this rank sends to others."""
-
-    def all_to_all(self, rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Rank r gets the r-th `counts[r]` rows of everybody. Returns what came, by sender, and how much from each."""
-        if self.world_size == 1:
-            return rows, list(counts)
-        arriving = torch.empty(self.world_size, dtype=torch.int64, device=self.wire)
-        dist.all_to_all_single(arriving, torch.tensor(counts, device=self.wire), group=self.process_group)
-        received = torch.empty(int(arriving.sum()), *rows.shape[1:], dtype=rows.dtype, device=self.wire)
-        dist.all_to_all_single(
-            received, rows.to(self.wire).contiguous(), arriving.tolist(), list(counts), group=self.process_group
-        )
-        self._count_sent("all_to_all", rows, counts)
-        return received.to(rows.device), arriving.tolist()
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank r's n-th of Σ_r x_r, by rows. Shapes: [T, H] -> [T/n, H]; n divides T."""
-        if self.world_size == 1:
-            return x
-        out = torch.empty(len(x) // self.world_size, *x.shape[1:], dtype=x.dtype, device=self.wire)
-        dist.reduce_scatter_tensor(out, x.to(self.wire).contiguous(), group=self.process_group)
-        self._count("reduce_scatter", x)
-        return out.to(x.device)
-
-    def _count_sent(self, collective: str, rows: torch.Tensor, counts: Sequence[int]) -> None:
-        leaving = sum(counts) - counts[self.rank_in_group]
-        self.calls[collective] += 1
-        self.bytes[collective] += leaving * rows[:1].numel() * rows.element_size()
+def stacked(layer: MoELayer) -> StackedExperts:
+    """The experts of a layer of `random_moe`, which are floats."""
+    assert isinstance(layer.experts, StackedExperts)
+    return layer.experts
 
 
 def tensor_parallel_moe(layer: MoELayer, x: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
     """Every rank has a slice of every expert, all ranks have all tokens, and partial sums are added. [T, H]."""
-    n, r = group.world_size, group.rank_in_group
-    gate, up = layer.experts.gate_up.chunk(2, dim=1)
-    mine = Experts(torch.cat([gate.chunk(n, 1)[r], up.chunk(n, 1)[r]], 1), layer.experts.down.chunk(n, 2)[r])
-    return group.all_reduce(by_expert(layer, mine, x))
+    n, r, whole = group.world_size, group.rank_in_group, stacked(layer)
+    gate, up = whole.gate_up.chunk(2, dim=1)
+    mine = StackedExperts(
+        whole.held, torch.cat([gate.chunk(n, 1)[r], up.chunk(n, 1)[r]], 1), whole.down.chunk(n, 2)[r].contiguous()
+    )
+    return ReducedExperts(mine, group)(x, *choose(layer, x))
 
 
-def by_expert(layer: MoELayer, experts: Experts, x: torch.Tensor) -> torch.Tensor:
-    """`moe_reference`, an expert at a time."""
-    ids, weights = route(layer, x)
-    y = torch.zeros_like(x)
-    for expert in range(len(experts.gate_up)):
-        tokens, slot = torch.where(ids == expert)
-        y.index_add_(0, tokens, experts(expert, x[tokens]) * weights[tokens, slot, None])
-    return y
-
-
-def expert_parallel_moe(layer: MoELayer, x: torch.Tensor, group: ExpertGroup) -> torch.Tensor:
-    """Rank r owns experts [r·E/n, (r+1)·E/n). `x` are this rank's own tokens, [T/n, H]; returns their results.
-
-    1. route; sort the (token, expert) pairs by expert, so by the rank that owns it
-    2. dispatch: all-to-all of their hidden states, and of expert ids
-    3. each rank computes whatever came for its experts
-    4. combine: the same all-to-all backwards, then the weighted sum
-    """
-    n, size, k = group.world_size, len(layer.experts.gate_up) // group.world_size, layer.top_k
-    ids, weights = route(layer, x)
-    order = ids.flatten().argsort(stable=True)  # pairs, by expert
-    wanted = ids.flatten()[order]
-    counts = torch.bincount(wanted // size, minlength=n).tolist()
-    arrived, senders = group.all_to_all(x[order // k], counts)
-    experts, _ = group.all_to_all(wanted, counts)
-    first, done = group.rank_in_group * size, torch.empty_like(arrived)
-    for expert in range(first, first + size):
-        rows = torch.where(experts == expert)[0]
-        done[rows] = layer.experts(expert, arrived[rows])
-    back, _ = group.all_to_all(done, senders)
-    y = torch.zeros_like(x)
-    return y.index_add_(0, order // k, back * weights.flatten()[order, None])
+def expert_parallel_moe(layer: MoELayer, x: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
+    """Rank r owns experts [r·E/n, (r+1)·E/n). `x` are this rank's own tokens, [T/n, H]; returns their results."""
+    whole, held = stacked(layer), experts_of(layer.config, group.rank_in_group, group.world_size)
+    mine = StackedExperts(held, whole.gate_up[held.start : held.stop], whole.down[held.start : held.stop])
+    return dispatch(x, *choose(layer, x), mine, group, Placement.plain(layer.config.num_experts, group.world_size))
 
 
 def sequence_parallel_block(
-    layer: MoELayer, partial: torch.Tensor, norm: torch.Tensor, group: ExpertGroup
+    layer: MoELayer, partial: torch.Tensor, norm: torch.Tensor, group: GroupCoordinator
 ) -> torch.Tensor:
     """What follows attention: add up its partial sums, norm, experts. partial [T, H] -> [T, H] on every rank.
 
@@ -185,12 +117,10 @@ def sequence_parallel_block(
 
 def moe_on_rank(worker: Any, seed: int = 0) -> dict[str, Any]:
     """What one worker of an executor does to show it: all three, their errors and their bytes."""
-    tp = worker.tp
-    group = ExpertGroup(tp.ranks, tp.rank_in_group, tp.device, tp.process_group)
-    return moe_errors(group, seed)
+    return moe_errors(worker.tp, seed)
 
 
-def moe_errors(group: ExpertGroup, seed: int = 0, tokens: int = 48) -> dict[str, Any]:
+def moe_errors(group: GroupCoordinator, seed: int = 0, tokens: int = 48) -> dict[str, Any]:
     """One rank: relative error and collectives of a layer of experts, sharded in three ways, to the whole one."""
     n, r, layer = group.world_size, group.rank_in_group, random_moe(seed=seed, device=group.device)
     x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(seed + 1)).to(group.device)
@@ -209,9 +139,9 @@ def moe_errors(group: ExpertGroup, seed: int = 0, tokens: int = 48) -> dict[str,
 
 def rows_sent(layer: MoELayer, x: torch.Tensor, n: int) -> list[int]:
     """Pairs (token, expert) that leave each of n ranks in a dispatch: those whose expert lives elsewhere."""
-    size, sent = len(layer.experts.gate_up) // n, []
+    size, sent = layer.config.num_experts // n, []
     for r, mine in enumerate(x.chunk(n)):
-        ids, _ = route(layer, mine)
+        _, ids = choose(layer, mine)
         sent.append(int((ids // size != r).sum()))
     return sent
 

@@ -21,7 +21,11 @@ def running_server(
 ) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server as anybody would start it, on a free port: (its URL, its process). Stopped by SIGTERM at the end, its
     own if we are killed: then nobody holds the other end of its input."""
-    command = [sys.executable, str(common.HERE / "__main__.py"), "serve", "--port", "0", *flags]
+    quiet = [
+        "--uvicorn-log-level",
+        "warning",
+    ]  # of its output nobody reads more than the start, and a pipe is soon full
+    command = [sys.executable, str(common.HERE / "__main__.py"), "serve", "--port", "0", *quiet, *flags]
     environment = {**os.environ, "SERVE_UNTIL_EOF": "1", **environment}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdin and process.stdout

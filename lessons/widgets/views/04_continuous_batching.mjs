@@ -56,6 +56,6 @@ export function draw(trace, index, kit) {
     ],
     text: last
       ? `Static batching is done after ${trace.static.makespan} steps, continuous batching after ${trace.continuous.makespan}; no schedule needs fewer than ${bound}.`
-      : `Step ${index}: ${idle[0]} of ${count(slots, "slot")} compute nothing in the static batch while ${count(a.waiting, "request")} ${a.waiting === 1 ? "waits" : "wait"}, and ${idle[1]} in the continuous one while ${b.waiting} wait${b.waiting === 1 ? "s" : ""}.`,
+      : a.over ? `Step ${index}: static batching was done after step ${trace.static.makespan}.` : `Step ${index}: ${idle[0]} of ${count(slots, "slot")} compute nothing in the static batch while ${count(a.waiting, "request")} ${a.waiting === 1 ? "waits" : "wait"}. ${b.over ? `Continuous batching was done after step ${trace.continuous.makespan}` : `In the continuous batch ${idle[1]} compute nothing, and ${b.waiting} wait${b.waiting === 1 ? "s" : ""}`}.`,
   };
 }

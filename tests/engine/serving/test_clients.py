@@ -76,8 +76,7 @@ def test_the_event_loop_asks_again_too():
         return len(asked) > 2
 
     client.outbox, client.mail = collections.deque(), asyncio.Event()
-    scheduler = SimpleNamespace(has_unfinished_requests=has_unfinished_requests)
-    client.proc = SimpleNamespace(scheduler=scheduler, patience=0.02, settle=lambda: None,
+    client.proc = SimpleNamespace(has_work=has_unfinished_requests, patience=0.02, settle=lambda: None,
                                   step=lambda: client.outbox.append("a letter"))  # fmt: skip
     assert asyncio.run(asyncio.wait_for(client.receive(), 10)) == "a letter"
     assert len(asked) == 3 and asked[2] - asked[0] > 0.03

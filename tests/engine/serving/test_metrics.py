@@ -95,6 +95,34 @@ def test_where_prompts_came_from_who_waits_and_who_was_preempted():
     assert waiting == [5, 2, 3]
 
 
+def test_what_has_not_happened_yet_is_0():
+    """`increase()` over a series that begins with its first event would say 0 for that."""
+    logger = metrics.PrometheusStatLogger("m")
+    for reason in ("stop", "length", "abort", "error"):
+        assert logger.value("request_success_total", finished_reason=reason) == 0
+    assert logger.value("admission_rejections_total", reason="max_num_queued_reqs") == 0
+    logger.record_rejection(2)
+    assert logger.value("admission_rejections_total", reason="max_num_queued_reqs") == 2
+
+
+def test_cached_tokens_by_where_they_were():
+    logger = metrics.PrometheusStatLogger("m", connector=True)
+    request = Request("a", [1] * 20, SamplingParams())
+    sequences = {"a": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="a"), index=0)}
+    logger.record(EngineCoreOutputs(admitted={"a": Admission(0.0, 12, 8)}), sequences)
+    found = [logger.value("prompt_tokens_cached_by_source_total", source=tier) for tier in metrics.TIERS]
+    assert found == [4, 8] and sum(found) == logger.value("prompt_tokens_cached_total")
+
+
+def test_how_deep_it_sleeps():
+    logger = metrics.PrometheusStatLogger("m")
+    said = []
+    for level in (None, 0, 1, 2, None):
+        logger.record_sleep_state(level)
+        said.append([logger.value("engine_sleep_state", sleep_state=state) for state in metrics.SLEEP_STATES])
+    assert said == [[1, 0, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]
+
+
 def test_a_router_reads_which_adapters_run_and_which_wait():
     logger = metrics.PrometheusStatLogger("m", max_loras=2)
     sequences = {}
@@ -130,7 +158,7 @@ def test_where_the_time_of_a_request_went(monkeypatch):
     admitted = {"a": (2.0, 0, 0), "b": (9.0, 0, 0), "gone": (4.0, 0, 0)}
     for at, tokens in ((103, {"a": [], "gone": [1]}), (105, {"a": [1], "b": [1]}), (107, {"a": [2, 3]})):
         now[0] = float(at)
-        outputs = [SimpleNamespace(request_id=name, new_token_ids=ids) for name, ids in tokens.items()]
+        outputs = [EngineCoreOutput(name, ids) for name, ids in tokens.items()]
         stats = SchedulerStats(0, 0, 0.0, num_scheduled_tokens=0 if at == 103 else 5)
         logger.record(EngineCoreOutputs(outputs, stats, admitted=admitted if at == 103 else {}), sequences)
     for name in sequences:
@@ -169,7 +197,7 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
     for tokens in ([1], [2, 3, 4, 5], [6, 7], [8]):
         admitted = {"r": (0.0, 0, 0)} if tokens == [1] else {}
-        outputs = [SimpleNamespace(request_id="r", new_token_ids=tokens)]
+        outputs = [EngineCoreOutput("r", tokens)]
         logger.record(EngineCoreOutputs(outputs, admitted=admitted), sequences)
         now[0] += 0.04
     found = {line.split("{")[0]: float(line.split()[-1]) for line in logger.expose().decode().splitlines()
@@ -198,7 +226,10 @@ def test_drafts_are_counted_where_they_were_verified():
     assert b"spec_decode" not in metrics.PrometheusStatLogger("m").expose()
 
 
-@pytest.mark.parametrize(("boundaries", "last"), [(metrics.ANSWERS, 20), (metrics.REQUEST_TOKENS, 10_000)])
+@pytest.mark.parametrize(
+    ("boundaries", "last"),
+    [(metrics.ANSWERS, 20), *((metrics.request_tokens_buckets(n), n) for n in (1, 100, 128, 10_000, 131_072))],
+)
 def test_counts_have_the_boundaries_one_two_five(boundaries, last):
     """vLLM's `build_1_2_5_buckets`."""
     series = (digit * 10**power for power in range(6) for digit in (1, 2, 5))

@@ -73,6 +73,11 @@ class EngineCore:
             # Who was preempted meanwhile got no token, and will compute that one again, but not its scores.
             untold = [name for name in scores if name in self.scheduler.requests]
             outputs += [EngineCoreOutput(name, [], new_prompt_logprobs=scores[name]) for name in untold]
+        # Who wanted a vector of its prompt, and no answer, has it now.
+        vectors = result.pooler_output
+        for request in self.scheduler.finish_requests(vectors, RequestStatus.FINISHED_STOPPED) if vectors else ():
+            name = request.request_id
+            outputs.append(EngineCoreOutput(name, [], "stop", pooling_output=vectors[name]))
         return outputs
 
 

@@ -238,6 +238,10 @@ class Scheduler:
         self.waiting.prepend_request(victim)
         output.preempted_reqs.append(victim)
 
+    def preempt_all(self) -> None:
+        """Whoever runs begins anew in the next step: what was computed is about to go."""
+        self.void += self.running
+
     # --- who waits is admitted --------------------------------------------------------------------------------------
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:

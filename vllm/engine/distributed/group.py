@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 class GroupCoordinator:
     """The ranks that share a model, and a count of what they tell each other (`vllm/distributed/parallel_state.py`).
 
-    `calls` and `bytes` are per collective; bytes are those of its result, counted once.
+    `calls` and `bytes` are per collective; bytes are those of its result, counted once, but of an all-to-all.
     """
 
     def __init__(
@@ -59,6 +59,36 @@ class GroupCoordinator:
         out = torch.cat(parts, dim)
         self._count("all_gather", out)
         return out.to(x.device)
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Rank r gets the r-th `counts[r]` rows of everybody. Returns what came, by sender, and how much from each.
+
+        How many rows come travels first. What is counted in `bytes` is what this rank sends to others. Shapes: [N, …].
+        """
+        if self.world_size == 1:
+            return rows, list(counts)
+        arriving = torch.empty(self.world_size, dtype=torch.int64, device=self.wire)
+        dist.all_to_all_single(arriving, torch.tensor(counts, device=self.wire), group=self.process_group)
+        received = torch.empty(int(arriving.sum()), *rows.shape[1:], dtype=rows.dtype, device=self.wire)
+        dist.all_to_all_single(
+            received, rows.to(self.wire).contiguous(), arriving.tolist(), list(counts), group=self.process_group
+        )
+        self._count_sent("all_to_all", rows, counts)
+        return received.to(rows.device), arriving.tolist()
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank r's n-th of Σ_r x_r, by rows. Shapes: [T, H] -> [T/n, H]; n divides T."""
+        if self.world_size == 1:
+            return x
+        out = torch.empty(len(x) // self.world_size, *x.shape[1:], dtype=x.dtype, device=self.wire)
+        dist.reduce_scatter_tensor(out, x.to(self.wire).contiguous(), group=self.process_group)
+        self._count("reduce_scatter", x)
+        return out.to(x.device)
+
+    def _count_sent(self, collective: str, rows: torch.Tensor, counts: Sequence[int]) -> None:
+        leaving = sum(counts) - counts[self.rank_in_group]
+        self.calls[collective] += 1
+        self.bytes[collective] += leaving * rows[:1].numel() * rows.element_size()
 
     def _count(self, collective: str, result: torch.Tensor) -> None:
         self.calls[collective] += 1

@@ -44,6 +44,11 @@ def weights_digest(model: Any) -> str:
         bias = 0 if layer.bias is None else total(layer.bias[mine])
         sums.append(total(matrix[::SAMPLE] if by_inputs else matrix[mine, ::SAMPLE]) + bias)
         grids.add(str(getattr(layer, "grid", None)))
+    for moe in model.moe.values():
+        gates = [moe.gate, *(() if moe.shared_gate is None else (moe.shared_gate,))]
+        sums += [total(gate) * (rank == 0) for gate in gates]  # whole on every rank
+        gate_up, down = moe.experts.matrices  # this rank's part
+        sums += [total(gate_up[..., ::SAMPLE]), total(down[:, ::SAMPLE])]
     found = torch.stack(sums)
     found = group.all_reduce(found) if group else found
     made_of = (found.tolist(), sorted(grids), c.rope_theta, c.rope_scaling, c.rms_norm_eps)

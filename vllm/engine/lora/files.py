@@ -137,6 +137,11 @@ def read_adapter(
             pairs = tuple(weights.pair(name, shape.in_features, out) for name, out in zip(modules, shape.slices))
             if any(pair is not None for pair in pairs):
                 found[f"layers.{i}.{packed}"] = pairs
+    if config.moe and (inside := [name for name in sorted(tensors) if ".mlp." in name or "block_sparse_moe" in name]):
+        raise common.InputError(
+            f"{path}: {inside[0]} adapts an expert, a router or an MLP; allowed in a model with experts: "
+            "q_proj, k_proj, v_proj, o_proj"
+        )
     if tensors:
         raise common.InputError(f"{path}: {min(tensors)} has no place in this model")
     if not found:

@@ -37,15 +37,15 @@ class LayerShape:
 
 
 def layer_shapes(config: LlamaConfig) -> dict[str, LayerShape]:
-    """Shape of each kind of packed layer; all decoder layers have the same."""
+    """Shape of each kind of packed layer; all decoder layers have the same. Where some have experts, attention alone
+    can be adapted."""
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    return {
-        "qkv_proj": LayerShape(c.hidden_size, (q, kv, kv)),
-        "o_proj": LayerShape(q, (c.hidden_size,)),
-        "gate_up_proj": LayerShape(c.hidden_size, (c.intermediate_size,) * 2),
-        "down_proj": LayerShape(c.intermediate_size, (c.hidden_size,)),
-    }
+    found = {"qkv_proj": LayerShape(c.hidden_size, (q, kv, kv)), "o_proj": LayerShape(q, (c.hidden_size,))}
+    if c.moe is None:
+        found["gate_up_proj"] = LayerShape(c.hidden_size, (c.intermediate_size,) * 2)
+        found["down_proj"] = LayerShape(c.intermediate_size, (c.hidden_size,))
+    return found
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, in] and s·B [out, r]

@@ -16,21 +16,38 @@ from typing import Any
 
 import torch
 
+from engine.experts.config import MoEConfig, read_moe_config
 from engine.model.folders import read_json
 from engine.model.rope import is_positive
 from engine.model.tokenizer import special_tokens
 from engine.model.weights import open_weights
 
-# Four names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone; Qwen3's
-# has none, and norms every head of a query and of a key.
+# Names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone; Qwen3's has
+# none, and norms every head of a query and of a key. Three have experts in the place of an MLP.
 FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
-            "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
+            "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
+            "Qwen3MoeForCausalLM": "qwen3_moe"}  # fmt: skip
+# Families whose experts are here, and whose attention is not.
+NOT_HERE = {
+    "GptOssForCausalLM": "its attention has sinks, and windows in every second layer",
+    "DeepseekV2ForCausalLM": "its attention keeps latents (MLA)",
+    "DeepseekV3ForCausalLM": "its attention keeps latents (MLA)",
+}
 # What Transformers, and so vLLM, takes for a field that `config.json` leaves out.
 ABSENT: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
     "mistral": {"max_position_embeddings": 131072, "eos_token_id": 2, "num_key_value_heads": 8},
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "qwen2_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 16},
+    "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4},
 }
 # Fields that change logits in Transformers or in vLLM and are not implemented here: the only value that changes none.
 NEUTRAL: dict[str, Any] = {
@@ -43,6 +60,9 @@ NEUTRAL_IN = {
     "mistral": {"bias": False, "qkv_bias": False},
     "qwen2": {"qk_norm": False},
     "qwen3": {},
+    "mixtral": {},
+    "qwen2_moe": {"qkv_bias": True},
+    "qwen3_moe": {},
 }
 NEUTRAL_ROPE = {"partial_rotary_factor": 1, "rope_dim": None, "use_fope": False}
 
@@ -69,6 +89,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qkv_bias: bool = False  # Qwen2's
     qk_norm: bool = False  # Qwen3's
+    moe: MoEConfig | None = None  # its layers of experts, if it has any
 
     @classmethod
     def from_folder(cls, folder: Path, quantized: bool = False, generation_config: str = "auto") -> LlamaConfig:
@@ -105,16 +126,17 @@ class LlamaConfig:
                 num_key_value_heads=given.get("num_key_value_heads") or heads,
                 head_dim=given.get("head_dim") or ABSENT[family].get("head_dim") or raw["hidden_size"] // heads,
                 max_position_embeddings=_scaled_context(given["max_position_embeddings"], rope),
-                rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+                rms_norm_eps=given.get("rms_norm_eps", 1e-6),
+                rope_theta=float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0),
                 rope_scaling=_rope_scaling(folder, raw, rope),
                 tie_word_embeddings=tied,
                 eos_token_ids=eos_token_ids,
                 tokenizer_has_eos=tokenizer_has_eos,
                 attention_bias=attention_bias,
                 mlp_bias=mlp_bias,
-                qkv_bias=family == "qwen2",
-                qk_norm=family == "qwen3",
+                qkv_bias=family in ("qwen2", "qwen2_moe"),
+                qk_norm=family in ("qwen3", "qwen3_moe"),
+                moe=read_moe_config(raw, family, where),
             )
         except KeyError as error:
             raise common.InputError(f"{where}: field {error} is missing") from None
@@ -163,6 +185,10 @@ class LlamaConfig:
                 f"num_key_value_heads {self.num_key_value_heads}, and head_dim {self.head_dim} must be even"
             )
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts in the place of an MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     def has_bias(self, name: str) -> bool:
         """Whether the linear layers under this name have biases, as far as `config.json` says."""
         if "mlp" in name:
@@ -177,6 +203,8 @@ def _family(folder: Path, raw: dict[str, Any]) -> str:
     named = [name for name in named if name]
     family = next((kind for name, kind in FAMILIES.items() if all(n in (name, kind) for n in named)), None)
     if family is None:
+        if why := next((NOT_HERE[name] for name in named if isinstance(name, str) and name in NOT_HERE), None):
+            raise common.InputError(f"{folder}: architecture {named[0]} is not supported: {why}")
         raise common.InputError(
             f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: {', '.join(FAMILIES)}"
         )
@@ -197,8 +225,10 @@ def _check_attention(folder: Path, raw: dict[str, Any], family: str, config: Lla
     if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
         raise common.InputError(f"{folder}: layer_types {types!r:.80} is not supported; allowed: full_attention")
     by_type = "sliding_attention" in types
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         slides = True
+    elif family in ("qwen2_moe", "qwen3_moe"):
+        slides = raw.get("use_sliding_window", False)
     elif family == "llama":
         slides = by_type
     else:
@@ -206,7 +236,7 @@ def _check_attention(folder: Path, raw: dict[str, Any], family: str, config: Lla
         slides = raw.get("use_sliding_window", False) and (
             by_type if types else type(later) is not int or later < config.num_hidden_layers
         )
-    window = raw.get("sliding_window", None if family == "llama" else 4096)  # its default
+    window = raw.get("sliding_window", None if family in ("llama", "mixtral") else 4096)  # its default
     if slides and window and (type(window) is not int or window < config.max_position_embeddings):
         raise common.InputError(
             f"{folder}: sliding_window {window!r} is not supported here; allowed: null, or the "
@@ -223,7 +253,7 @@ def _biases(folder: Path, raw: dict[str, Any], family: str) -> tuple[Any, Any]:
         # vLLM reads the fields and Transformers does not. So here there are those biases that are in the file.
         q, gate = _stored(folder, "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias")
         return q is not None and attention, gate is not None and mlp
-    return family == "qwen3" and attention, False
+    return family in ("qwen3", "qwen3_moe") and attention, False
 
 
 def _stored(folder: Path, *names: str) -> list[torch.Tensor | None]:

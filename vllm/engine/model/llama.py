@@ -1,4 +1,4 @@
-"""The model under every lesson: a Llama without a KV cache; Mistral's, Qwen2's and Qwen3's layers are the same.
+"""The model under every lesson: a Llama without a KV cache; what other families change, its config says.
 
 Owns weights and one forward pass; runners and lessons call it, each with an `attend` of its own. It never computes
 attention and never knows where a sequence ends. vLLM: `vllm/model_executor/models/llama.py`. Read: Touvron et al. 2023.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.experts.config import MoEConfig
+from engine.experts.layer import MoELayer, silu_and_mul
+from engine.experts.stacked import StackedExperts
 from engine.model.config import LlamaConfig
 from engine.model.rope import apply_rope, rope_factors, rope_frequencies
 
@@ -44,8 +48,9 @@ class Llama:
     Tensor names are Transformers', packed names are vLLM's.
 
     `linear` maps names such as "layers.0.qkv_proj" and "lm_head" to callables [T, in] -> [T, out]; replacing an entry
-    is how lessons quantize, shard or adapt a layer. `num_heads` and `num_kv_heads` are what the packed projection
-    yields (a shard owns fewer than the config says).
+    is how lessons quantize, shard or adapt a layer. `moe` has the layers of experts, by their number; of such a layer
+    `linear` has attention's matrices, and the shared expert's. `num_heads` and `num_kv_heads` are what the packed
+    projection yields (a shard owns fewer than the config says).
     """
 
     def __init__(
@@ -81,7 +86,6 @@ class Llama:
             return Linear(self._own(weights))
 
         c = config
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.embed_tokens = self._own([get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)])
         self.norm = self._own([get("model.norm.weight", c.hidden_size)])
         self.input_norm: list[torch.Tensor] = []
@@ -89,20 +93,9 @@ class Llama:
         self.q_norm: list[torch.Tensor] = []  # [D] each, for all heads the same; a Llama has none
         self.k_norm: list[torch.Tensor] = []
         self.linear: dict[str, Any] = {}  # `Linear`, or what took its place
+        self.moe: dict[int, MoELayer] = {}
         for i in range(c.num_hidden_layers):
-            p = f"model.layers.{i}"
-            self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
-            self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
-            if c.qk_norm:
-                self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
-                self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
-            for name, packed in {
-                "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
-                "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
-                "gate_up_proj": pack(f"{p}.mlp", ("gate_proj", "up_proj"), (c.intermediate_size,) * 2, c.hidden_size),
-                "down_proj": pack(f"{p}.mlp", ("down_proj",), (c.hidden_size,), c.intermediate_size),
-            }.items():
-                self.linear[f"layers.{i}.{name}"] = packed
+            self._add_layer(i, get, pack)
         # Tied: the embedding matrix is the output matrix as well.
         head = None if c.tie_word_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
         self.linear["lm_head"] = Linear(self.embed_tokens if head is None else self._own([head]))
@@ -115,6 +108,47 @@ class Llama:
         """Stack along the output dimension; a lone tensor of the right dtype stays mapped from its file."""
         parts = [part.to(self.device, self.dtype) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _add_layer(self, i: int, get: Callable[..., torch.Tensor], pack: Callable[..., Linear]) -> None:
+        """The norms and matrices of a decoder layer, and its experts."""
+        c = self.config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        p = f"model.layers.{i}"
+        self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
+        self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
+        if c.qk_norm:
+            self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
+            self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
+        found = {
+            "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
+            "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
+        }
+        kind, mlp, size = "", f"{p}.mlp", c.intermediate_size
+        if c.has_experts(i):
+            assert c.moe
+            self.moe[i] = self._moe_layer(mlp, c.moe, get)
+            kind, mlp, size = "shared_", f"{p}.mlp.shared_expert", c.moe.shared_intermediate_size
+        if size:
+            found |= {
+                f"{kind}gate_up_proj": pack(mlp, ("gate_proj", "up_proj"), (size, size), c.hidden_size),
+                f"{kind}down_proj": pack(mlp, ("down_proj",), (c.hidden_size,), size),
+            }
+        for name, packed in found.items():
+            self.linear[f"layers.{i}.{name}"] = packed
+
+    def _moe_layer(self, prefix: str, moe: MoEConfig, get: Callable[..., torch.Tensor]) -> MoELayer:
+        """A router, and those experts that are held, each tensor copied to its place in a stack."""
+        H, I, held = self.config.hidden_size, moe.intermediate_size, moe.experts_held
+        make = functools.partial(torch.empty, dtype=self.dtype, device=self.device)
+        gate_up, down = make(len(held), 2 * I, H), make(len(held), H, I)
+        for i, expert in enumerate(held):
+            name = f"{prefix}.experts.{expert}"
+            gate_up[i, :I].copy_(get(f"{name}.gate_proj.weight", I, H))
+            gate_up[i, I:].copy_(get(f"{name}.up_proj.weight", I, H))
+            down[i].copy_(get(f"{name}.down_proj.weight", H, I))
+        shared_gate = self._own([get(f"{prefix}.shared_expert_gate.weight", 1, H)]) if moe.shared_gate else None
+        gate = self._own([get(f"{prefix}.gate.weight", moe.num_experts, H)])
+        return MoELayer(moe, gate, StackedExperts(held, gate_up, down), shared_gate=shared_gate)
 
     @torch.inference_mode()
     def forward(
@@ -146,9 +180,19 @@ class Llama:
             o = attend(i, q, k, qkv[:, Hq + Hkv :])  # [T, Hq, D]
             h = h + self.linear[f"layers.{i}.o_proj"](o.reshape(T, Hq * D))
             x = F.rms_norm(h, h.shape[-1:], self.post_attention_norm[i], eps)
-            gate, up = self.linear[f"layers.{i}.gate_up_proj"](x).chunk(2, dim=-1)
-            h = h + self.linear[f"layers.{i}.down_proj"](F.silu(gate) * up)
+            h = h + self.mlp(i, x)
         return h
+
+    def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """What follows attention in a layer: its MLP, or its experts. [T, hidden] -> [T, hidden]."""
+        prefix, moe = f"layers.{layer}.", self.moe.get(layer)
+        if moe is None:
+            return self.linear[f"{prefix}down_proj"](silu_and_mul(self.linear[f"{prefix}gate_up_proj"](x)))
+        y = moe(x)
+        if moe.config.shared_intermediate_size:
+            shared = silu_and_mul(self.linear[f"{prefix}shared_gate_up_proj"](x))
+            y = y + moe.shared_weight(x) * self.linear[f"{prefix}shared_down_proj"](shared)
+        return y
 
     def queries_and_keys(
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -180,8 +224,12 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output matrix, for the rows that need a next token. hidden [R, hidden] -> [R, vocab]."""
-        x = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
-        return self.linear["lm_head"](x)
+        return self.linear["lm_head"](self.final_norm(hidden))
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output matrix reads, and what a pooled prompt is made of. [R, hidden] -> [R, hidden]."""
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -194,6 +242,8 @@ class Llama:
         tensors = [self.embed_tokens, self.norm, *self.norms]
         for layer in self.linear.values():
             tensors += [t for t in (layer.weight, layer.bias) if t is not None]
+        for moe in self.moe.values():
+            tensors += moe.tensors
         return sum({t.data_ptr(): t.numel() for t in tensors}.values())
 
 
@@ -216,26 +266,42 @@ def random_model(
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight of a Llama without biases, under Transformers' names."""
+    """Every weight of a Llama without biases, under Transformers' names; experts under Qwen's (`weights.py`)."""
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
-        for name, shape in {
+        found = {
             "input_layernorm": (c.hidden_size,),
             "self_attn.q_proj": (q, c.hidden_size),
             "self_attn.k_proj": (kv, c.hidden_size),
             "self_attn.v_proj": (kv, c.hidden_size),
             "self_attn.o_proj": (c.hidden_size, q),
             "post_attention_layernorm": (c.hidden_size,),
-            "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
-            "mlp.up_proj": (c.intermediate_size, c.hidden_size),
-            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
-        }.items():
-            shapes[f"model.layers.{i}.{name}.weight"] = shape
+        }
+        if c.moe and c.has_experts(i):
+            found |= {"mlp.gate": (c.moe.num_experts, c.hidden_size)}
+            for expert in c.moe.experts_held:
+                found |= mlp_shapes(f"mlp.experts.{expert}", c.hidden_size, c.moe.intermediate_size)
+            if c.moe.shared_intermediate_size:
+                found |= mlp_shapes("mlp.shared_expert", c.hidden_size, c.moe.shared_intermediate_size)
+            if c.moe.shared_gate:
+                found |= {"mlp.shared_expert_gate": (1, c.hidden_size)}
+        else:
+            found |= mlp_shapes("mlp", c.hidden_size, c.intermediate_size)
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in found.items()}
         if c.qk_norm:
             shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
+
+
+def mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    """The three matrices of an MLP, or of an expert."""
+    return {
+        f"{prefix}.gate_proj": (intermediate, hidden),
+        f"{prefix}.up_proj": (intermediate, hidden),
+        f"{prefix}.down_proj": (hidden, intermediate),
+    }

@@ -21,9 +21,14 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
         self.mkl = weight.dtype == torch.float32 and torch.backends.mkl.is_available() and "Intel" in common.cpu_name()
-        pack = torch.ops.mkl._mkl_reorder_linear_weight if self.mkl else torch.ops.mkldnn._reorder_linear_weight
-        self.packed = pack(weight, 32)  # tuned for 32 rows; right for any
+        self.packed: torch.Tensor | None = None
+        self.pack()
         self.most_rows: float = 128  # of more, MKL's product is faster with W as it was: 04c
+
+    def pack(self) -> None:
+        """From the weight as it is now."""
+        pack = torch.ops.mkl._mkl_reorder_linear_weight if self.mkl else torch.ops.mkldnn._reorder_linear_weight
+        self.packed = pack(self.weight, 32)  # tuned for 32 rows; right for any
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.mkl:

@@ -45,6 +45,23 @@ def open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], t
 
     def tensor(name: str) -> torch.Tensor | None:
         name = alias.get(name, name)
+        if name not in where and ".mlp." in name:
+            name = other_name(name)
         return where[name].get_tensor(name) if name in where else None
 
     return tensor
+
+
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def other_name(name: str) -> str:
+    """Of a tensor of experts under Qwen's name, the one that a Mixtral's file has, or a DeepSeek's shared expert.
+
+    mlp.gate.weight -> block_sparse_moe.gate.weight
+    mlp.experts.0.up_proj.weight -> block_sparse_moe.experts.0.w3.weight
+    """
+    if ".mlp.shared_expert." in name:
+        return name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
+    *prefix, part, kind = name.replace(".mlp.", ".block_sparse_moe.").split(".")
+    return ".".join((*prefix, MIXTRAL.get(part, part), kind))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import common
 
+import dataclasses
 from dataclasses import dataclass
 
+from engine.choices import ALL2ALL_BACKENDS
 from engine.model.config import LlamaConfig
 from engine.parallel.sharding import check_tensor_parallel_size
-
-BACKENDS = ("uni", "mp", "ray")
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,25 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None  # None: uni for one rank, mp for more
     async_scheduling: bool = False
+    enable_expert_parallel: bool = False  # ranks have whole experts, not a slice of each
+    all2all_backend: str = ALL2ALL_BACKENDS[0]  # and talk in one of these ways
+    enable_eplb: bool = False  # experts move to where they had better be
+    num_redundant_experts: int = 0  # slots of a layer beyond one for each expert
+    eplb_step_interval: int = 3000  # steps between two moves
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def shared_experts(self, config: LlamaConfig) -> LlamaConfig:
+        """The same model; how its ranks share experts, if it has any and if they do."""
+        moe = config.moe
+        if moe and self.enable_expert_parallel:
+            moe = dataclasses.replace(moe, expert_parallel=self.all2all_backend)
+        if moe and self.enable_eplb:
+            spare = self.num_redundant_experts
+            moe = dataclasses.replace(moe, eplb_step_interval=self.eplb_step_interval, num_redundant_experts=spare)
+        return dataclasses.replace(config, moe=moe)
 
     @property
     def backend(self) -> str:
@@ -54,7 +69,19 @@ class ParallelConfig:
                 f"pipeline_parallel_size {self.pipeline_parallel_size}: must be at most "
                 f"num_hidden_layers ({config.num_hidden_layers})"
             )
-        check_tensor_parallel_size(config, self.tensor_parallel_size)
+        moe, n = config.moe, self.tensor_parallel_size
+        if self.enable_expert_parallel:
+            if moe is None:
+                raise common.InputError("enable_expert_parallel: this model has no experts")
+            if n > moe.num_experts:
+                raise common.InputError(f"tensor_parallel_size {n}: must be at most num_experts ({moe.num_experts})")
+        slots = moe.num_experts + self.num_redundant_experts if moe else 0
+        if self.enable_eplb and slots % n:
+            raise common.InputError(
+                f"num_redundant_experts {self.num_redundant_experts}: tensor_parallel_size ({n}) must divide "
+                f"num_experts and these ({slots})"
+            )
+        check_tensor_parallel_size(self.shared_experts(config), n)
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from engine.distributed.group import GroupCoordinator
 from engine.model import folders, llama, weights
 from engine.model.config import LlamaConfig
+from engine.parallel.experts import local_experts, shared_by, with_local
 from engine.parallel.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -38,9 +40,8 @@ class TensorParallelLlama(llama.Llama):
         self, config: LlamaConfig, tensors: Tensors, group: GroupCoordinator, dtype: torch.dtype = torch.float32
     ) -> None:
         """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept."""
-        super().__init__(
-            shard_config(config, group.world_size), shard_tensors(tensors, config, group), dtype, group.device
-        )
+        mine = shard_config(config, group.world_size, group.rank_in_group)
+        super().__init__(mine, shard_tensors(tensors, config, group), dtype, group.device)
         self.config, self.group = config, group
         self.embedding = VocabParallelEmbedding(self.embed_tokens, group)
         kinds: dict[str, Callable[[Any, GroupCoordinator], Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -48,10 +49,13 @@ class TensorParallelLlama(llama.Llama):
             "o_proj": RowParallelLinear,
             "gate_up_proj": MergedColumnParallelLinear,
             "down_proj": RowParallelLinear,
+            "shared_gate_up_proj": MergedColumnParallelLinear,
+            "shared_down_proj": RowParallelLinear,
             "lm_head": functools.partial(ParallelLMHead, vocab_size=config.vocab_size),
         }
         for name, local in self.linear.items():
             self.linear[name] = kinds[name.split(".")[-1]](local, group)
+        self.moe = {i: shared_by(layer, group) for i, layer in self.moe.items()}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding(token_ids)  # [T, hidden], the same on all ranks
@@ -83,15 +87,17 @@ def shard_model(model: llama.Llama, group: GroupCoordinator) -> TensorParallelLl
 
 
 def map_local(model: TensorParallelLlama, change: Callable[[llama.Llama], llama.Llama]) -> TensorParallelLlama:
-    """Apply what replaces linear layers (packing, quantization) to the matrices that this rank multiplies with.
+    """Apply what replaces layers (packing, quantization) to the matrices that this rank multiplies with.
 
     The collectives stay around them; `model` itself is left alone.
     """
     inner, outer = copy.copy(model), copy.copy(model)
     whole: dict[str, Any] = dict(model.linear)
     inner.linear = {name: layer.local for name, layer in whole.items()}
-    changed = change(inner).linear
-    outer.linear = {}
+    inner.moe = {i: dataclasses.replace(layer, experts=local_experts(layer)) for i, layer in model.moe.items()}
+    different = change(inner)
+    changed, outer.linear = different.linear, {}
+    outer.moe = {i: with_local(layer, different.moe[i].experts) for i, layer in model.moe.items()}
     for name, layer in whole.items():
         outer.linear[name] = part = copy.copy(layer)
         part.local = changed[name]

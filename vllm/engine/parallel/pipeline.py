@@ -79,7 +79,8 @@ class PipelineEngineCore(EngineCore):
         if drafts:
             self.scheduler.update_draft_token_ids({name: drafts[name] for name in drafts.keys() & alive})
         sampled = {request_id: token_ids for request_id, token_ids in sampled.items() if request_id in alive}
-        return output, ModelRunnerOutput(sampled, result.logprobs, scores)
+        vectors = {name: vector for name, vector in result.pooler_output.items() if name in alive}
+        return output, ModelRunnerOutput(sampled, result.logprobs, scores, pooler_output=vectors)
 
     def step(self) -> list[Any]:
         """Fill the pipeline, then take what comes out of it first."""

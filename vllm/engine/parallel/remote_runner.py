@@ -6,14 +6,17 @@ result. vLLM: `vllm/v1/executor/abstract.py:Executor.execute_model`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 from engine.config import SchedulerConfig
 from engine.output import ModelRunnerOutput, SchedulerOutput
+from engine.parallel.executors import Executor
 from engine.parallel.messages import StepMessage, StepWriter
 from engine.parallel.transfers import RemoteConnector
 from engine.parallel.workers import Workers
+from engine.worker.sleep import TAGS
 
 
 class RemoteRunner:
@@ -62,3 +65,20 @@ class RemoteRunner:
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A core with steps in flight calls `submit`."""
         raise NotImplementedError
+
+
+class RemoteSleeper:
+    """The memory of all workers: away and back together."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.asleep = executor, set[str]()
+
+    def sleep(self, level: int) -> None:
+        """As a runner's own."""
+        self.executor.collective_rpc("fall_asleep", level)
+        self.asleep = set(TAGS)
+
+    def wake_up(self, tags: Iterable[str] = TAGS) -> None:
+        """As a runner's own."""
+        self.executor.collective_rpc("wake_up", sorted(tags))
+        self.asleep -= set(tags)

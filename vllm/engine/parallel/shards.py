@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.distributed.group import GroupCoordinator
+from engine.experts.layer import MoELayer
 from engine.model import llama
 from engine.model.config import LlamaConfig
 from engine.parallel.layers import (
@@ -46,6 +47,8 @@ def shard_tensors(tensors: Tensors, config: LlamaConfig, group: GroupCoordinator
 def shard_tensor(name: str, tensor: torch.Tensor, config: LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
     """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole."""
     rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
+    if config.moe and config.moe.expert_parallel and ".experts." in name:
+        return tensor  # a rank asks for its own alone
     heads = {
         "q_proj": config.num_attention_heads,
         "k_proj": config.num_key_value_heads,
@@ -79,14 +82,35 @@ def model_tensors(model: llama.Llama) -> Tensors:
         if c.qk_norm:
             found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
             found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
+        shared = c.moe.shared_intermediate_size if c.moe else 0
         for packed, block, parts, rows in (
             ("qkv_proj", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
             ("o_proj", "self_attn", ("o_proj",), (c.hidden_size,)),
             ("gate_up_proj", "mlp", ("gate_proj", "up_proj"), (I, I)),
             ("down_proj", "mlp", ("down_proj",), (c.hidden_size,)),
+            ("shared_gate_up_proj", "mlp.shared_expert", ("gate_proj", "up_proj"), (shared, shared)),
+            ("shared_down_proj", "mlp.shared_expert", ("down_proj",), (c.hidden_size,)),
         ):
-            layer: Any = model.linear[f"layers.{i}.{packed}"]
+            layer: Any = model.linear.get(f"layers.{i}.{packed}")
+            if layer is None:
+                continue
             for kind, whole in (("weight", layer.weight), ("bias", layer.bias)):
                 if whole is not None:
                     found |= {f"{p}.{block}.{part}.{kind}": x for part, x in zip(parts, whole.split(rows))}
+        if i in model.moe:
+            found |= expert_tensors(model.moe[i], f"{p}.mlp")
     return found.get
+
+
+def expert_tensors(layer: MoELayer, prefix: str) -> dict[str, torch.Tensor]:
+    """The weights of a whole layer of experts under Qwen's names: views into its stacks."""
+    experts: Any = layer.experts  # floats: nobody cuts a model in memory that has codes
+    found = {f"{prefix}.gate.weight": layer.gate}
+    if layer.shared_gate is not None:
+        found[f"{prefix}.shared_expert_gate.weight"] = layer.shared_gate
+    for i, expert in enumerate(experts.held):
+        name = f"{prefix}.experts.{expert}"
+        gate, up = experts.gate_up[i].chunk(2)
+        found |= {f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": up}
+        found[f"{name}.down_proj.weight"] = experts.down[i]
+    return found

@@ -18,8 +18,7 @@ import torch
 from engine.config import SchedulerConfig, VllmConfig
 from engine.distributed.group import GroupCoordinator
 from engine.lora.lora_model import LoRAModel
-from engine.model import folders
-from engine.model.tokenizer import Tokenizer
+from engine.model.tokenizer import read_tokenizer
 from engine.output import KVConnectorMetadata, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from engine.parallel.adapters import WorkerAdapters, shard_adapter
 from engine.parallel.config import ParallelConfig
@@ -30,6 +29,7 @@ from engine.parallel.transfers import Order, carry_out, own_connector
 from engine.request import Request
 from engine.sampling.guided.guided_decoding import GuidedDecoding
 from engine.worker.assemble import make_runner
+from engine.worker.sleep import Sleeper
 
 
 @dataclass
@@ -44,6 +44,8 @@ class WorkerSpec:
     quantization: str | None = None
     embeds_last: bool = False  # a drafter on the last stage looks tokens up
     generation_config: str = "auto"  # whose tokens end an answer
+    tokenizer: str | None = None  # whose, if not the model's
+    load_format: str = "auto"
 
 
 class Worker:
@@ -56,10 +58,22 @@ class Worker:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
-        self.model = load_stage(
-            spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last, spec.generation_config
-        )
+        self.model = self._load()
         return parameters_held(self.model)
+
+    def _load(self) -> Any:
+        spec = self.spec
+        return load_stage(
+            spec.model,
+            spec.dtype,
+            self.tp,
+            self.pp,
+            spec.quantization,
+            spec.embeds_last,
+            spec.generation_config,
+            spec.load_format,
+            spec.parallel,
+        )
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:
         self.tp, self.pp = tp, pp
@@ -92,10 +106,19 @@ class Worker:
         )
         if self.runner.graphs:
             self.runner.graphs.capture_all()
+        self.sleeper = Sleeper(self.runner, self.model, self._load)
+
+    def fall_asleep(self, level: int) -> None:
+        """Weights and cache away."""
+        self.sleeper.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Back again."""
+        self.sleeper.wake_up(tags)
 
     def _grammar(self) -> GuidedDecoding:
-        folder = folders.model_folder(self.spec.model if isinstance(self.spec.model, str) else None)
-        return GuidedDecoding(Tokenizer(folder), self.model.config)
+        model = self.spec.model if isinstance(self.spec.model, str) else None
+        return GuidedDecoding(read_tokenizer(self.spec.tokenizer, model), self.model.config)
 
     def execute_model(self, message: StepMessage, meta: KVConnectorMetadata | None = None) -> ModelRunnerOutput:
         """Bring the copies up to date and run the step, with a connector's orders if there are any. What comes of it is

@@ -50,6 +50,11 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         args.pipeline_parallel_size,
         args.distributed_executor_backend,
         args.async_scheduling,
+        args.enable_expert_parallel,
+        args.all2all_backend,
+        args.enable_eplb,
+        args.num_redundant_experts,
+        args.eplb_step_interval,
     )
     config = LlamaConfig.from_folder(folder, True, args.generation_config)
     parallel.check(config)
@@ -65,6 +70,8 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         quantization=args.quantization,
         embeds_last=args.speculation is not None and args.speculation.method in ("draft_model", "eagle"),
         generation_config=args.generation_config,
+        tokenizer=args.tokenizer,
+        load_format=args.load_format,
     )
     executor.collective_rpc("load_model", spec)
     parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())

@@ -18,8 +18,10 @@ from typing import cast
 
 import torch
 
+from engine.experts.layer import MoELayer
 from engine.model import folders, llama, weights
 from engine.model.config import LlamaConfig
+from engine.quantization.experts import QuantizedExperts
 from engine.quantization.formats import FORMATS, Format, Quantized, concatenate
 from engine.quantization.linear import QuantizedLinear
 
@@ -52,6 +54,8 @@ PARTS = {
     "o_proj": ("self_attn.o_proj",),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "down_proj": ("mlp.down_proj",),
+    "shared_gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down_proj": ("mlp.shared_expert.down_proj",),
 }
 
 
@@ -190,4 +194,20 @@ def on_codes(model: llama.Llama, codes: dict[str, Quantized]) -> llama.Llama:
                 shapes = f"{list(layer.weight.shape)}, its codes are {list(together.codes.shape)}"
                 raise common.InputError(f"quantization: {name} is {shapes}")
             quantized.linear[name] = QuantizedLinear(together, layer.bias)
+    quantized.moe = {i: experts_on_codes(layer, codes, f"model.layers.{i}.mlp") for i, layer in model.moe.items()}
     return quantized
+
+
+def experts_on_codes(layer: MoELayer, codes: dict[str, Quantized], prefix: str) -> MoELayer:
+    """The layer, whose experts multiply with their codes; all of them have some, or none. Raises InputError."""
+    names = [f"{prefix}.experts.{expert}" for expert in layer.experts.held]
+    wanted = [f"{name}.{part}" for name in names for part in ("gate_proj", "up_proj", "down_proj")]
+    missing = [name for name in wanted if name not in codes]
+    if len(missing) == len(wanted):
+        return layer
+    if missing:
+        raise common.InputError(f"quantization: {missing[0]} has no codes, and other experts of its layer have")
+    device = layer.gate.device
+    gate_up = [concatenate([codes[f"{name}.gate_proj"], codes[f"{name}.up_proj"]]).to(device) for name in names]
+    down = [codes[f"{name}.down_proj"].to(device) for name in names]
+    return dataclasses.replace(layer, experts=QuantizedExperts(layer.experts.held, gate_up, down))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import common
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -17,18 +18,21 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
+from engine.experts.layer import MoELayer
+from engine.experts.stacked import StackedExperts
 from engine.model import llama
 from engine.model.tokenizer import Tokenizer
-from engine.quantization.algorithms import autoround, awq, gptq, rtn, smoothquant
+from engine.quantization.algorithms import autoround, awq, gptq, per_tensor, rtn, smoothquant
 from engine.quantization.calibration import record, window_attention, windows
 from engine.quantization.checkpoints import on_codes
-from engine.quantization.formats import FORMATS, Quantized
+from engine.quantization.experts import quantize_experts
+from engine.quantization.formats import FORMATS, Format, Quantized
 from engine.quantization.gguf_codes import gguf_codes
 from engine.quantization.linear import QuantizedLinear, W8A8Linear
 
 
 class Method(NamedTuple):
-    """How a model is rounded: a name of `FORMATS` and an algorithm (rtn, awq, autoround, gptq)."""
+    """How a model is rounded: a name of `FORMATS` and an algorithm (rtn, per_tensor, awq, autoround, gptq)."""
 
     format: str
     algorithm: str = "rtn"
@@ -38,9 +42,11 @@ class Method(NamedTuple):
 
 # What `--quantization` accepts. The names are vLLM's where it has them; but gptq and awq quantize here and now, while
 # vLLM only loads what others quantized (as `load_checkpoint` does), and our MX formats leave the activations alone.
+# Its fp8 once did what fp8_per_tensor does today; a shard of a matrix has a scale of its own here, not all ranks' one.
 METHOD_OF = {
     "int8_per_channel_weight_only": Method("int8"), "int8": Method("int8", activations="int8"),
     "smoothquant": Method("int8", "smoothquant", "int8"), "fp8_per_channel": Method("fp8", activations="fp8"),
+    "fp8_per_tensor": Method("fp8", "per_tensor", "fp8"), "fp8": Method("fp8", "per_tensor", "fp8"),
     "mxfp8": Method("mxfp8"), "mxfp4": Method("mxfp4"), "int4": Method("int4-g64"),
     "gptq": Method("int4-g64", "gptq"), "awq": Method("int4-g64", "awq"), "autoround": Method("int4-g64", "autoround"),
     "gguf": Method("q4_1", "gguf"), "torchao": Method("int8", "torchao"),
@@ -65,6 +71,8 @@ def quantize_layer(
         input_scale = input_scale.to(device)
     elif method.algorithm == "autoround":
         quantized = autoround(W, few, f)
+    elif method.algorithm == "per_tensor":
+        quantized = per_tensor(W, f)
     else:
         smooth = smoothquant(W, inputs) if method.algorithm == "smoothquant" else None
         quantized = rtn(W if smooth is None else W * smooth, f)
@@ -83,7 +91,8 @@ def quantize(
 ) -> tuple[llama.Llama, dict[str, Quantized]]:
     """(quantized copy, its layers' codes). calibration: tokens [B, S].
 
-    All linear layers of the blocks; embedding and output matrix stay, as in vLLM. Calibrated methods go from block to
+    All linear layers of the blocks, and their experts, whose activations stay floats in every method; routers,
+    embedding and output matrix stay, as in vLLM. Calibrated methods go from block to
     block: each sees the inputs that the quantized blocks before it produce.
     """
     quantized, layers = copy.copy(model), cast(dict[str, llama.Linear], model.linear)  # each has its float weight
@@ -106,7 +115,14 @@ def quantize(
             quantized.linear[name], codes[name] = quantize_layer(layer.weight, layer.bias, method, inputs.get(name))
         if B:
             h = quantized.forward(None, positions, window_attention(B), h, [i])
+    quantized.moe = {i: with_codes(layer, FORMATS[method.format]) for i, layer in model.moe.items()}
     return quantized, codes
+
+
+def with_codes(layer: MoELayer, format: Format) -> MoELayer:
+    """A layer whose experts are codes; its router stays."""
+    experts = cast(StackedExperts, layer.experts)  # each has its float weights
+    return dataclasses.replace(layer, experts=quantize_experts(experts, format))
 
 
 def quantize_model(
@@ -123,6 +139,12 @@ def quantize_model(
     if any(cast(QuantizedLinear, layer).weight is None for layer in model.linear.values()):
         raise common.InputError(f"--quantization {method}: the model is quantized already")
     m = METHOD_OF[method]
+    if model.moe and m.algorithm != "rtn":
+        allowed = ", ".join(name for name, known in METHOD_OF.items() if known.algorithm == "rtn")
+        raise common.InputError(
+            f"--quantization {method}: not for a model with experts, each of which sees some tokens of a text alone; "
+            f"allowed: {allowed}"
+        )
     if method == "gguf":
         return on_codes(model, gguf_codes(model.config))
     if method == "torchao":

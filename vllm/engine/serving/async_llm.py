@@ -21,8 +21,8 @@ from typing import Any
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.front_end import Prompt, RequestOutput
 from engine.model.config import LlamaConfig
-from engine.model.tokenizer import Tokenizer
-from engine.request import SamplingParams
+from engine.model.tokenizer import Tokenizer, read_tokenizer
+from engine.request import PoolingParams, SamplingParams
 from engine.sampling.defaults import SamplingDefaults
 from engine.serving.admission import AdmissionControl
 from engine.serving.clients import CLIENTS
@@ -30,6 +30,7 @@ from engine.serving.collector import RequestOutputCollector
 from engine.serving.core_proc import Factory
 from engine.serving.front_end import FrontEnd
 from engine.serving.letters import Dead, EngineCoreOutputs, EngineCoreReady, EngineCoreRequestType, Reply
+from engine.serving.logger import logger
 
 
 class AsyncLLM:
@@ -37,6 +38,7 @@ class AsyncLLM:
 
     CHUNK = 128  # sequences detokenized before other tasks get a turn (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
     sampling_defaults = SamplingDefaults()
+    log_requests = False  # a line for each, without its prompt
 
     def __init__(
         self,
@@ -77,12 +79,15 @@ class AsyncLLM:
             config = LlamaConfig.from_folder(folder, True, source)
             override = getattr(args, "override_generation_config", None)
             defaults = SamplingDefaults.of(folder, source, override)
-            tokenizer = Tokenizer(folder)
+            own = getattr(args, "tokenizer", None)
+            tokenizer = Tokenizer(folder) if own is None else read_tokenizer(own, None)
             while not isinstance(letter := await client.receive(), EngineCoreReady):
                 if isinstance(letter, Dead):
                     raise (common.InputError if letter.bad_input else EngineDeadError)(letter.error)
                 on_progress(letter.text)
-            llm = cls(client, letter, FrontEnd(config, tokenizer, client.send, letter.max_model_len), **options)
+            front = FrontEnd(config, tokenizer, client.send, letter.max_model_len)
+            front.max_logprobs = getattr(args, "max_logprobs", front.max_logprobs)
+            llm = cls(client, letter, front, **options)
             llm.sampling_defaults = defaults
             return llm
         except BaseException:
@@ -98,7 +103,13 @@ class AsyncLLM:
         return len(self.front.sequences)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False, **about: Any
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        stream: bool = False,
+        **about: Any,
     ) -> RequestOutputCollector:
         """Hand a request to the engine; its news come to the collector. Never waits.
 
@@ -107,13 +118,17 @@ class AsyncLLM:
         """
         if self.dead:
             raise self.dead
+        n = params.n if isinstance(params, SamplingParams) else 1
         try:
-            self.admission.check(self.num_unfinished, params.n)
+            self.admission.check(self.num_unfinished, n)
         except QueueOverflowError:
             if self.stat_logger:
-                self.stat_logger.record_rejection(params.n)
+                self.stat_logger.record_rejection(n)
             raise
         self.front.add_request(request_id, prompt, params, stream=stream, **about)
+        if self.log_requests:
+            adapter = about.get("lora_name")
+            logger.info("Received request %s: params: %.2000s, lora_request: %s.", request_id, params, adapter)
         collector = self.collectors[request_id] = RequestOutputCollector(request_id)
         return collector
 
@@ -232,6 +247,19 @@ class AsyncLLM:
         if reply.error:
             raise (common.InputError if reply.bad_input else RuntimeError)(reply.error)
         return reply.result
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Weights and KV cache away (`EngineCoreProc.sleep`). Raises InputError."""
+        await self.call_utility("sleep", level, mode)
+        if self.stat_logger:
+            self.stat_logger.record_sleep_state(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """And back; returns whether it is fully awake. Raises InputError."""
+        awake = await self.call_utility("wake_up", tags)
+        if awake and self.stat_logger:
+            self.stat_logger.record_sleep_state(None)
+        return awake
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Let requests finish for up to `timeout` seconds, then end them, then the engine. New ones are refused."""

@@ -145,7 +145,7 @@ class InprocClient:
             self.proc.settle()
             if self.outbox:
                 continue
-            if self.proc.scheduler.has_unfinished_requests():
+            if self.proc.has_work():
                 self.proc.step()
             else:
                 self.mail.clear()

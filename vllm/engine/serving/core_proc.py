@@ -34,6 +34,7 @@ from engine.serving.letters import (
     SchedulerStats,
 )
 from engine.serving.mailbox import ClientGone, Mailbox, Receive, hang_up
+from engine.worker.sleep import TAGS
 
 if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine
@@ -46,14 +47,26 @@ Factory = Callable[[Any, Callable[[str], None]], "LLMEngine"]
 class Later:
     """What another thread is busy with: the loop goes on, and when it is over, calls `then` with its result."""
 
-    future: Future
+    future: Any  # has `done` and `result`
     then: Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class Drained:
+    """Done when nobody is left inside, as a future is."""
+
+    scheduler: Any
+
+    def done(self) -> bool:
+        return not self.scheduler.has_unfinished_requests()
+
+    def result(self) -> None: ...
 
 
 class EngineCoreProc:
     """Takes letters between steps, and sends what each step brought (`vllm/v1/engine/core.py`)."""
 
-    UTILITIES = ("check_idle", "add_lora", "remove_lora")
+    UTILITIES = ("check_idle", "add_lora", "remove_lora", "reset_prefix_cache", "sleep", "wake_up", "is_sleeping")
 
     def __init__(self, engine: LLMEngine, send: Callable[[Any], None]) -> None:
         self.core, self.scheduler, self.send = engine.core, engine.core.scheduler, send
@@ -61,8 +74,10 @@ class EngineCoreProc:
         self.receive: Receive | None = None  # while `run_busy_loop` runs
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
-        self.later: list[tuple[Future, Callable[[], None]]] = []  # other threads' work, and what to do when it is done
+        self.later: list[tuple[Any, Callable[[], None]]] = []  # other threads' work, and what to do when it is done
         self.guided: dict[str, Request] = {}  # by id: those whose guide is being compiled, on their way to the core
+        self.held: list[Request] | None = None  # asleep, or about to be: those that came meanwhile
+        self.stopped = False  # takes no step
         self.compilers = ThreadPoolExecutor(2, thread_name_prefix="guides")
         if engine.lora:
             engine.lora.patience = self.GLANCE  # a step that waits for an adapter's file looks for letters meanwhile
@@ -94,13 +109,17 @@ class EngineCoreProc:
         and raises ClientGone when there is nobody left to work for."""
         self.receive = receive
         while True:
-            letters = receive(0 if self.scheduler.has_unfinished_requests() else self.patience)
+            letters = receive(0 if self.has_work() else self.patience)
             self.handle(letters)
             self.settle()
-            if self.scheduler.has_unfinished_requests():
+            if self.has_work():
                 self.step()
             elif letters:
                 self.send(EngineCoreOutputs(scheduler_stats=self.stats()))  # an abort emptied it: say so
+
+    def has_work(self) -> bool:
+        """Is there a step to be taken now?"""
+        return not self.stopped and self.scheduler.has_unfinished_requests()
 
     def read_mail(self) -> None:
         """Handle what has come in; on an event loop nothing can have."""
@@ -118,6 +137,7 @@ class EngineCoreProc:
                 for request_id in content:
                     self.arrived.pop(request_id, None)
                     self.guided.pop(request_id, None)
+                self.held = self.held and [request for request in self.held if request.request_id not in content]
             elif kind is EngineCoreRequestType.UTILITY:
                 call_id, name, *arguments = content
                 function = (
@@ -142,6 +162,8 @@ class EngineCoreProc:
         """Let the core have it, unless it is wrong, or was aborted meanwhile."""
         if compiled is not None and self.guided.pop(request.request_id, None) is not request:
             return
+        if self.held is not None:
+            return self.held.append(request)
         try:
             if compiled is not None:
                 compiled.result()
@@ -220,10 +242,74 @@ class EngineCoreProc:
         pool.check()
         tables = self.scheduler.kv_cache_manager.req_to_blocks
         return {
-            "unfinished": len(self.scheduler.requests) + len(self.guided),
+            "unfinished": len(self.scheduler.requests) + len(self.guided) + len(self.held or ()),
             "tables": len(tables),
             "owned_blocks": pool.num_blocks - 1 - pool.num_free_blocks,
         }
+
+    # -- away and back --
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """Forget what is cached. False, and nothing has changed: somebody has blocks, whose later ones would be found
+        behind new ones. Running requests may be made to begin anew. Raises InputError."""
+        if reset_external and self.scheduler.connector:
+            raise common.InputError("reset_external: a connector's store cannot be emptied from here; allowed: false")
+        manager = self.scheduler.kv_cache_manager
+        if reset_running_requests:
+            self.scheduler.preempt_all()
+        elif manager.req_to_blocks:
+            return False
+        manager.reset_prefix_cache()
+        return True
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> Any:
+        """Take no more steps; from level 1 on, give weights and cache back. New requests wait for `wake_up`; those that
+        are inside are ended ("abort"), finish first ("wait"), or go on afterwards ("keep"). Raises InputError."""
+        if level and self.engine.sleeper is None:
+            raise common.InputError("sleep: this server was started without --enable-sleep-mode; allowed: level 0")
+        self.held = [] if self.held is None else self.held
+        if mode == "abort":
+            self.end_all()
+        elif mode == "wait" and self.scheduler.has_unfinished_requests():
+            return Later(Drained(self.scheduler), lambda _: self.fall_asleep(level))
+        return self.fall_asleep(level)
+
+    def end_all(self) -> None:
+        """Whoever is inside has what there is."""
+        ended = self.core.abort_requests([*self.scheduler.requests])
+        names = [*(request.request_id for request in ended), *self.guided]
+        self.guided.clear()
+        self.arrived.clear()
+        self.send(EngineCoreOutputs([EngineCoreOutput(name, [], "abort") for name in names], self.stats()))
+
+    def fall_asleep(self, level: int) -> None:
+        """Between two steps; those on their way are over first."""
+        self.drain()
+        self.stopped = True
+        if level:
+            self.scheduler.preempt_all()
+            self.scheduler.kv_cache_manager.reset_prefix_cache()
+            self.engine.sleeper.sleep(level)
+
+    def drain(self) -> None:
+        """Until no step is on its way; here, none is."""
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Bring back weights, cache, or both; with both there, go on. Returns whether that is so. Raises InputError."""
+        known = ("scheduling", *TAGS)
+        if wrong := [tag for tag in tags or () if tag not in known]:
+            raise common.InputError(f"tags {wrong[0]!r}: must be one of {', '.join(known)}")
+        if sleeper := self.engine.sleeper:
+            sleeper.wake_up(TAGS if tags is None else set(tags) & set(TAGS))
+            if sleeper.asleep:
+                return False
+        self.stopped, held, self.held = False, self.held or [], None
+        for request in held:
+            self.admit(request)
+        return True
+
+    def is_sleeping(self) -> bool:
+        return self.held is not None
 
     def add_lora(self, name: str, path: str) -> Later:
         """Load an adapter (lesson 12): a thread reads it, and the reply is its fingerprint. Raises InputError."""

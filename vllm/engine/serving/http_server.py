@@ -21,10 +21,22 @@ class HTTPServer(uvicorn.Server):
         yield
 
 
-def make_http_server(app: Any, shutdown_timeout: int) -> HTTPServer:
-    """It stops that many seconds after it was told to, with connections open or not."""
+def make_http_server(
+    app: Any,
+    shutdown_timeout: int,
+    log_level: str = "warning",
+    access_log: bool = False,
+    tls: dict[str, Any] | None = None,
+) -> HTTPServer:
+    """It stops that many seconds after it was told to, with connections open or not. An access log has a line for each
+    request, from the level "info" on. `tls`: `FrontendArgs.tls`."""
     return HTTPServer(
         uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=shutdown_timeout
+            app,
+            log_level=log_level,
+            access_log=access_log,
+            lifespan="off",
+            timeout_graceful_shutdown=shutdown_timeout,
+            **(tls or {}),
         )
     )

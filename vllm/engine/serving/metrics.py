@@ -9,12 +9,15 @@ vLLM: `vllm/v1/metrics/loggers.py`, `vllm/v1/metrics/buckets.py`.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.output import EngineCoreOutput
+from engine.request import FINISH_REASONS
 from engine.serving.letters import Admission, EngineCoreOutputs, EngineCoreReady, SchedulerStats
 
 if TYPE_CHECKING:
@@ -26,11 +29,12 @@ FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
                640, 2560)  # fmt: skip
 BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
-REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 ANSWERS = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+TIERS = ("device", "external_unspecified")  # that cached tokens come from: this engine's blocks, or a connector
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
 
 ADAPTERS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
@@ -64,6 +68,12 @@ class Answers:
     longest: int = 0
 
 
+def request_tokens_buckets(max_model_len: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, …: up to the longest request that there can be."""
+    series = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    return list(itertools.takewhile(lambda bound: bound <= max_model_len, series))
+
+
 def draft_counters(make: Callable[..., Any], num_speculative_tokens: int) -> list[Any]:
     """In the order of `SchedulerStats.spec_decoding`; none if nobody drafts."""
     if not num_speculative_tokens:
@@ -76,20 +86,26 @@ class PrometheusStatLogger:
     """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
 
     def __init__(
-        self, model_name: str, num_speculative_tokens: int = 0, max_loras: int = 0, connector: bool = False
+        self,
+        model_name: str,
+        num_speculative_tokens: int = 0,
+        max_loras: int = 0,
+        connector: bool = False,
+        max_model_len: int = 10_000,
     ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
         self.times: dict[tuple[str, int], RequestTimes] = {}  # a request's id, and which of its answers
         self.answers: defaultdict[str, Answers] = defaultdict(Answers)
-        labels = {"model_name": model_name, "engine": "0"}
+        self.labels = labels = {"model_name": model_name, "engine": "0"}
+        request_tokens = request_tokens_buckets(max_model_len)
 
         def make(kind: type, name: str, text: str, *more: str, **options: Any) -> Any:
             metric = kind(f"vllm:{name}", text, [*labels, *more], registry=self.registry, **options)
             return functools.partial(metric.labels, **labels) if more else metric.labels(**labels)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
             return make(Histogram, name, text, buckets=buckets)
 
         self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
@@ -112,10 +128,8 @@ class PrometheusStatLogger:
         self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
         self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
         self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
-        for source in SOURCES:  # which say 0 before anything has happened
-            self.sources(source=source)
-        for reason in ("capacity", "deferred"):
-            self.waiting_by(reason=reason)
+        self.tiers = make(Counter, "prompt_tokens_cached_by_source", "Prompt tokens found, by where.", "source")
+        self.sleep_state = make(Gauge, "engine_sleep_state", "1: awake, or without weights and cache.", "sleep_state")
         self.connector = connector
         # A counter, and how far it has come: the engine says how many there were so far.
         self.drafts = [[x, 0] for x in draft_counters(functools.partial(make, Counter), num_speculative_tokens)]
@@ -130,15 +144,15 @@ class PrometheusStatLogger:
         self.prefill_time = histogram("request_prefill_time_seconds", "From admission to the first token.", LATENCY)
         self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
         self.inference_time = histogram("request_inference_time_seconds", "From admission to the last token.", LATENCY)
-        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS)
-        self.request_output = histogram("request_generation_tokens", "Generated tokens of a request.", REQUEST_TOKENS)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", request_tokens)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens of a request.", request_tokens)
         self.computed = histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the cache.", REQUEST_TOKENS
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the cache.", request_tokens
         )
         self.times_preempted = histogram("request_num_preemptions", "How often a request was preempted.", PREEMPTIONS)
-        self.max_tokens = histogram("request_params_max_tokens", "What a request allows.", REQUEST_TOKENS)
+        self.max_tokens = histogram("request_params_max_tokens", "What a request allows.", request_tokens)
         self.n = histogram("request_params_n", "Answers to one prompt.", ANSWERS)
-        self.longest = histogram("request_max_num_generation_tokens", "Of these, the longest.", REQUEST_TOKENS)
+        self.longest = histogram("request_max_num_generation_tokens", "Of these, the longest.", request_tokens)
         self.max_loras = max_loras
         if max_loras:
             self.adapters = Gauge(
@@ -154,6 +168,20 @@ class PrometheusStatLogger:
             registry=self.registry,
         )
         self.cache_config = functools.partial(config.labels, engine="0")
+        self._start_at_zero()
+
+    def _start_at_zero(self) -> None:
+        """What may happen says 0 before it has: only then does `increase()` see the first time."""
+        for source in SOURCES:
+            self.sources(source=source)
+        for tier in TIERS:
+            self.tiers(source=tier)
+        for reason in FINISH_REASONS.values():
+            self.success(finished_reason=reason)
+        for reason in ("capacity", "deferred"):
+            self.waiting_by(reason=reason)
+        self.rejections(reason="max_num_queued_reqs")
+        self.record_sleep_state(None)
 
     def describe(self, ready: EngineCoreReady) -> None:
         """What the engine said when it was up; routers read from it how many tokens fit (vLLM: `CacheConfig`)."""
@@ -172,21 +200,25 @@ class PrometheusStatLogger:
             if times := self.times.get((sequence.caller.request_id, sequence.index)):
                 times.preemptions += 1
         for output in letter.outputs:
-            sequence, n = sequences.get(output.request_id), len(output.new_token_ids)
-            times = sequence and self.times.get((sequence.caller.request_id, sequence.index))
-            if times is None or n == 0:
-                continue
-            self.generation_tokens.inc(n)
-            if times.tokens == 0:
-                times.first = now
-                self.ttft.observe(now - times.arrival)
-            else:
-                self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
-            times.last, times.tokens = now, times.tokens + n
-
+            if sequence := sequences.get(output.request_id):
+                self._record_output(output, self.times.get((sequence.caller.request_id, sequence.index)), now)
         if self.max_loras:
             ended = {output.request_id for output in letter.outputs if output.finish_reason}
             self._record_adapters([sequence for name, sequence in sequences.items() if name not in ended])
+
+    def _record_output(self, output: EngineCoreOutput, times: RequestTimes | None, now: float) -> None:
+        n = len(output.new_token_ids)
+        if times and output.pooling_output is not None:  # a prompt's vector is all of its answer
+            times.first = times.last = now
+        if times is None or n == 0:
+            return
+        self.generation_tokens.inc(n)
+        if times.tokens == 0:
+            times.first = now
+            self.ttft.observe(now - times.arrival)
+        else:
+            self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
+        times.last, times.tokens = now, times.tokens + n
 
     def _record_state(self, stats: SchedulerStats) -> None:
         self.running.set(stats.num_running_reqs)
@@ -212,6 +244,8 @@ class PrometheusStatLogger:
         self.cached_tokens.inc(cached)
         for source, n in zip(SOURCES, (num_prompt_tokens - cached, local, external)):
             self.sources(source=source).inc(n)
+        for tier, n in zip(TIERS, (local, external)):
+            self.tiers(source=tier).inc(n)
         self.queries.inc(num_prompt_tokens)
         self.hits.inc(local)
         if self.connector:
@@ -239,7 +273,7 @@ class PrometheusStatLogger:
                 continue
             self.success(finished_reason=answer.finish_reason).inc()
             self.times_preempted.observe(times.preemptions)
-            if times.tokens == 0:  # an error before the first token: no time can be told
+            if times.last == 0:  # an error before the first token: no time can be told
                 continue
             self.e2e.observe(times.last - times.arrival)
             self.decode_time.observe(times.last - times.first)
@@ -265,8 +299,20 @@ class PrometheusStatLogger:
             self.times.pop((sequence.caller.request_id, sequence.index), None)
             self.success(finished_reason="abort").inc()
 
+    def record_sleep_state(self, level: int | None) -> None:
+        """Of the engine: asleep, and how deep; None: awake."""
+        states = (level is None, level == 1, level == 2)
+        for name, is_so in zip(SLEEP_STATES, states):
+            self.sleep_state(sleep_state=name).set(is_so)
+
     def record_rejection(self, n: int) -> None:
         self.rejections(reason="max_num_queued_reqs").inc(n)
+
+    def value(self, name: str, **more: str) -> float:
+        """Of one of these metrics, now."""
+        found = self.registry.get_sample_value(f"vllm:{name}", self.labels | more)
+        assert found is not None, name
+        return found
 
     def expose(self) -> bytes:
         from prometheus_client import generate_latest

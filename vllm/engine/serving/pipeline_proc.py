@@ -30,6 +30,15 @@ class ParallelEngineCoreProc(EngineCoreProc):
         start = time.monotonic()
         while output := self.core.put_in_flight():
             self.admitted.append(self._admissions(output, start))
+        self._finish_oldest(start)
+
+    def drain(self) -> None:
+        """Take what is on its way, and send nothing behind it."""
+        while isinstance(self.core, PipelineEngineCore) and self.core.batch_queue:
+            self._finish_oldest(time.monotonic())
+
+    def _finish_oldest(self, start: float) -> None:
+        assert isinstance(self.core, PipelineEngineCore)
         output, result = self.core.next_result()
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.core.update_from_output(output, result)

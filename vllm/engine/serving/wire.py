@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.output import EngineCoreOutput
-from engine.request import Request, RequestStatus, SamplingParams
+from engine.request import PoolingParams, Request, RequestStatus, SamplingParams
 from engine.sampling.sampler import Logprob
 from engine.serving.letters import (
     Admission,
@@ -36,7 +36,7 @@ def frame(letter: Any) -> bytes:
 LETTERS = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
-        *(Request, RequestStatus, SamplingParams, EngineCoreOutput, Logprob),
+        *(Request, RequestStatus, SamplingParams, PoolingParams, EngineCoreOutput, Logprob),
         *(EngineCoreRequestType, EngineCoreReady, EngineCoreOutputs, SchedulerStats, Admission, Progress, Reply, Dead),
     )
 }

@@ -77,6 +77,7 @@ class Network:
             body.input_norm = [tensors[f"layers.{i}.input_norm"] for i in range(layers)]
             body.post_attention_norm = [tensors[f"layers.{i}.post_attention_norm"] for i in range(layers)]
             body.q_norm = body.k_norm = []
+            body.moe = {}
             body.linear = {name: llama.Linear(tensors[name]) for name in tensors if name.endswith("_proj")}
 
     def parameters(self) -> list[torch.Tensor]:

@@ -176,6 +176,11 @@ class CapturedModel:
         if common.HAS_GPU:
             torch.cuda.empty_cache()  # what the runs before the captures needed
 
+    def forget(self) -> None:
+        """All recordings: weights or cache are about to lie elsewhere."""
+        self.captured.clear()
+        self.addresses = []
+
     def captured_step(self, size: int, whole: bool) -> CapturedStep:
         """The recording of a bucket, made when it is first asked for."""
         if (size, whole) not in self.captured:
@@ -286,7 +291,8 @@ class CapturedModel:
     def fixed_addresses(self) -> list[int]:
         """Where everything is that a graph reads and no step fills in: 20 µs (vLLM looks when debugging)."""
         tensors = (self.model.embed_tokens, *self.model.input_norm, *self.cache.layers)
-        return [x.data_ptr() for x in tensors] + [id(layer) for layer in self.model.linear.values()]
+        layers = (*self.model.linear.values(), *self.model.moe.values())
+        return [x.data_ptr() for x in tensors] + [id(layer) for layer in layers]
 
 
 def decode_at(runner: Any, n: int, context: int) -> Callable[[], torch.Tensor]:

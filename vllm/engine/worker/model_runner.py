@@ -19,6 +19,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.model import llama
 from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.request import NO_TOKEN_ID, Request
+from engine.sampling.pooler import Pooler
 from engine.sampling.prompt_logprobs import PromptScorer, Scores
 from engine.sampling.sampler import Sampler, SamplingState
 from engine.seams import Attend, AttentionBackend, Grammar, KVCache, RunnerAdapters, WorkerConnector
@@ -46,7 +47,7 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self.states: dict[str, SamplingState] = {}
-        self.prompts = PromptScorer()
+        self.prompts, self.pooler = PromptScorer(), Pooler()
         self.seeds = random.Random(self.seed)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -55,41 +56,48 @@ class ModelRunner:
             self.connector.bind_connector_metadata(output.kv_connector_metadata)
             self.connector.start_load_kv()
         with self.drafts.joined(output, self.batch) if self.drafts else contextlib.nullcontext(output) as output:
-            sampled, logprobs, scores = self._run(output)
+            sampled, logprobs, scores, vectors = self._run(output)
         drafts = self.drafts.propose(sampled) if self.drafts else {}
         if self.connector:
             self.connector.wait_for_save()
             if not output.num_scheduled_tokens:
                 self.connector.idle(0.005)  # everybody here waits for the network
-        return ModelRunnerOutput(sampled, logprobs, scores, drafts)
+        return ModelRunnerOutput(sampled, logprobs, scores, drafts, vectors)
 
-    def _run(self, output: SchedulerOutput) -> tuple[dict[str, list[int]], Logprobs, dict[str, Scores]]:
-        """Sampled tokens, their log probabilities, and those of prompts."""
+    def _run(
+        self, output: SchedulerOutput
+    ) -> tuple[dict[str, list[int]], Logprobs, dict[str, Scores], dict[str, bytes]]:
+        """Sampled tokens, their log probabilities, and those of prompts; and prompts' vectors."""
         self._update_states(output)
         requests = [*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs]
         if not requests:
-            return {}, {}, {}
+            return {}, {}, {}, {}
         rows = [self.batch.update(request, output.block_tables[request.request_id]) for request in requests]
         query_lens = [output.num_scheduled_tokens[request.request_id] for request in requests]
         seq_lens = [request.num_computed_tokens for request in requests]  # this step's tokens are counted already
         token_ids, meta = self.batch.prepare(rows, query_lens, seq_lens, self.model.device)
         hidden = self.forward(token_ids, meta, requests)  # [T, hidden]
         if not self.has_logits:
-            return {}, {}, {}
+            return {}, {}, {}, {}
         scores = self.prompts.score(hidden, query_lens, requests, self.model.logits)
         if self.drafts:
             self.drafts.keep(requests, query_lens, hidden)
+        vectors = self.pooler.pool(hidden, query_lens, requests, self.model.final_norm)
         # Only a sequence's last token predicts something new, and only if all that is known is computed.
-        ready = [b for b, request in enumerate(requests) if request.num_computed_tokens == request.num_tokens]
+        ready = [
+            b
+            for b, request in enumerate(requests)
+            if request.num_computed_tokens == request.num_tokens and request.pooling_params is None
+        ]
         if not ready:
-            return {}, {}, scores
+            return {}, {}, scores, vectors
         if self.drafts and self.drafts.drafts:
             chosen = self.drafts.rows_to_verify(ready)
         else:
             last = meta.query_start_loc[1:] - 1  # [B]
             chosen = last if len(ready) == len(requests) else last[ready]
         logits = self.model.logits(hidden[chosen])  # [R, vocab]
-        return *self.sample(logits, [requests[b] for b in ready]), scores
+        return *self.sample(logits, [requests[b] for b in ready]), scores, vectors
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Who has ended or was preempted leaves; who is admitted gets a row, and a new one its sampling state."""
@@ -100,6 +108,7 @@ class ModelRunner:
         for request_id in output.finished_req_ids:
             self.states.pop(request_id, None)
         self.prompts.forget(output.finished_req_ids)
+        self.pooler.forget(output.finished_req_ids)
         if self.grammar:
             self.grammar.finish(output.finished_req_ids)
         for request in output.scheduled_new_reqs:

@@ -25,11 +25,14 @@ from starlette.exceptions import HTTPException
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.serving.anthropic.messages import MessagesAPI
 from engine.serving.anthropic.protocol import CountTokensRequest, MessagesRequest
+from engine.serving.openai import dev_routes
 from engine.serving.openai.disconnects import disconnected, unless
 from engine.serving.openai.errors import APIError, ErrorResponse, as_api_error
 from engine.serving.openai.gate import Gate
 from engine.serving.openai.large_bodies import away
 from engine.serving.openai.limits import LARGE_BYTES, MAX_NAME
+from engine.serving.openai.pooling import PoolingServing
+from engine.serving.openai.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from engine.serving.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -39,9 +42,11 @@ from engine.serving.openai.protocol import (
     UnloadLoRAAdapterRequest,
 )
 from engine.serving.openai.request_bodies import BodyRoute, says_json
+from engine.serving.openai.request_ids import RequestIds
 from engine.serving.openai.responses import ResponsesAPI
 from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.serving import VERSION, OpenAIServing
+from engine.serving.openai.traffic import Traffic
 from engine.serving.openai.unknown_fields import UnknownFields
 
 FAILURES: dict[int | str, dict[str, Any]] = {
@@ -140,6 +145,8 @@ class Routes:
 
     def __init__(self, serving: OpenAIServing, num_owners: int) -> None:
         self.serving, self.llm = serving, serving.llm
+        self.traffic: Any = None  # once there is a way in
+        self.pooling = PoolingServing(serving, serving.pooler_config, serving.trained_dimensions)
         self.responses, self.messages = ResponsesAPI(serving, num_owners), MessagesAPI(serving)
 
     async def create_chat_completion(self, body: ChatCompletionRequest, request: Request) -> Response:
@@ -147,6 +154,15 @@ class Routes:
 
     async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
         return await respond(body, request, self.serving)
+
+    async def create_embedding(self, body: EmbeddingRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
+    async def create_score(self, body: ScoreRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
+
+    async def do_rerank(self, body: RerankRequest, request: Request) -> Response:
+        return await respond(body, request, self.pooling)
 
     async def create_response(self, body: ResponsesRequest, request: Request) -> Response:
         return await respond(body, request, self.responses)
@@ -194,7 +210,13 @@ class Routes:
         return {"version": VERSION}
 
     async def metrics(self) -> Response:
-        return Response(self.llm.stat_logger.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """The engine's, and those of HTTP and of this process."""
+        found = self.llm.stat_logger.expose() if self.llm.stat_logger else b""
+        return Response(found + self.traffic.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def load(self) -> dict[str, int]:
+        """Requests inside that the engine works for; 0 without --enable-server-load-tracking."""
+        return {"server_load": self.traffic.load}
 
     async def engine_state(self) -> dict[str, Any]:
         """What is inside, for developers; the page of the API does not show it."""
@@ -211,9 +233,17 @@ class Routes:
 
 def build_app(
     serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False, strict_fields: bool = False
-) -> CORSMiddleware:
+) -> Any:
     """The application: routes, the gate in front of them, and who may ask from a page."""
-    app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    frontend = serving.frontend
+    app = fastapi.FastAPI(
+        title="vLLM, from first principles",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None if frontend.disable_fastapi_docs else "/openapi.json",
+    )
+    app.root_path = frontend.root_path
     app.router.route_class = BodyRoute
     app.state.unknown_fields = UnknownFields(strict_fields)
     app.exception_handler(RequestValidationError)(invalid)
@@ -227,6 +257,11 @@ def build_app(
     post("/v1/messages")(routes.create_message)
     post("/v1/messages/count_tokens")(routes.count_tokens)
     post("/v1/responses")(routes.create_response)
+    post("/v1/embeddings")(routes.create_embedding)
+    for path in ("/score", "/v1/score"):
+        post(path)(routes.create_score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        post(path)(routes.do_rerank)
     get("/v1/responses/{response_id}")(routes.retrieve_response)
     post("/v1/responses/{response_id}/cancel")(routes.cancel_response)
     app.delete("/v1/responses/{response_id}", responses=OF_DELETE)(routes.delete_response)
@@ -239,20 +274,25 @@ def build_app(
         post("/v1/unload_lora_adapter")(routes.unload_lora_adapter)
     post("/tokenize")(routes.tokenize)
     post("/detokenize")(routes.detokenize)
-    app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(routes.health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(routes.health)
+    app.head("/health", include_in_schema=False)(routes.health)
     get("/health")(routes.health)
     get("/version")(routes.version)
-    if serving.llm.stat_logger:
-        get("/metrics")(routes.metrics)
+    get("/metrics")(routes.metrics)
+    get("/load")(routes.load)
     if debug:  # VLLM_SERVER_DEV_MODE=1, as vLLM's own endpoints for developers
         app.get("/debug/engine", include_in_schema=False)(routes.engine_state)
+        dev_routes.attach(app, serving)
 
-    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
-    # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.
-    return CORSMiddleware(
-        Gate(app, api_keys),
-        allow_origins=["*"],
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["Retry-After"],
+    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM lets none ask unless
+    # --allowed-origins names it; here '[]' does the same.) Outside the gate, so that a page can read a 401 or 413, too.
+    cors = CORSMiddleware(
+        Gate(app, api_keys, frontend.max_body_bytes, frontend.root_path),
+        allow_origins=frontend.allowed_origins,
+        allow_methods=frontend.allowed_methods,
+        allow_headers=frontend.allowed_headers,
+        allow_credentials=frontend.allow_credentials,
+        expose_headers=["Retry-After", "X-Request-Id"],
     )
+    routes.traffic = Traffic(cors, app.router.routes, serving.frontend.enable_server_load_tracking)
+    return RequestIds(routes.traffic) if serving.frontend.enable_request_id_headers else routes.traffic

@@ -17,6 +17,7 @@ import pydantic
 
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.serving.openai.limits import MAX_MESSAGE, MAX_NAME
+from engine.serving.openai.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from engine.serving.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -50,6 +51,7 @@ class APIError(Exception):
         404: "NotFoundError",
         405: "MethodNotAllowedError",
         413: "RequestTooLargeError",
+        415: "UnsupportedMediaTypeError",
         500: "InternalServerError",
         503: "ServiceUnavailableError",
     }
@@ -95,6 +97,7 @@ def as_api_error(error: Exception, body: Any = None) -> APIError:
             text = re.sub("^max_tokens", "max_completion_tokens", text)
         first = text.split(":")[0].split(" ")[0]
         kinds = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, DetokenizeRequest, LoadLoRAAdapterRequest)
+        kinds += (EmbeddingRequest, ScoreRequest, RerankRequest)
         return APIError(400, text, first if any(first in kind.model_fields for kind in kinds) else None)
     if isinstance(error, QueueOverflowError):
         return APIError(503, str(error), headers={"Retry-After": "1"})

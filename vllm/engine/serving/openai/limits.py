@@ -17,7 +17,7 @@ MAX_STOP_CHARS = 4096  # in all of them
 MAX_IDS = 1 << 20  # token ids: more than a body holds
 LENGTHS: dict[str | None, int] = {  # by field
     "stop": MAX_STOP_STRINGS, "bad_words": 128, "logit_bias": 1 << 14,
-    **dict.fromkeys(("prompt", "tokens", "stop_token_ids", "allowed_token_ids"), MAX_IDS),
+    **dict.fromkeys(("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids"), MAX_IDS),
 }  # fmt: skip
 MAX_N = 128  # answers to one prompt
 MAX_NAME = 256  # characters of a name that every piece of an answer repeats

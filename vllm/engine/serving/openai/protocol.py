@@ -201,7 +201,7 @@ class CommonRequest(AnyRequest):
     guided_decoding_backend: str | None = None  # there is one
 
 
-def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
+def prompts(given: Any, read: Callable[[Any], Any]) -> Any:
     """One error for four types that do not fit."""
     try:
         return read(given)
@@ -212,7 +212,7 @@ def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
-    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(_prompts)]
+    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(prompts)]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -31,10 +32,12 @@ from engine.sampling import token_rules
 from engine.sampling.guided.guide_queue import GuideQueue
 from engine.sampling.guided.structured_outputs import BROKEN, REASONING_END, start
 from engine.sampling.guided.vocabulary import vocabulary_of
+from engine.sampling.pooler import PoolerConfig
 from engine.sampling.sampler import Logprob
-from engine.sampling.token_rules import TokenizeParams
+from engine.sampling.token_rules import TokenizeParams, limit_logprobs
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import merge_outputs
+from engine.serving.frontend_args import FrontendArgs
 from engine.serving.openai import chat_template, reasoning, tools
 from engine.serving.openai.errors import APIError, as_api_error
 from engine.serving.openai.events import event, merged
@@ -73,12 +76,18 @@ class OpenAIServing:
     enable_auto_tool_choice = False
     reasoning_parser: str | None = None  # how it marks what it thinks before it answers
     response_role = "assistant"
+    max_logprobs = 20  # that a request may ask for
+    frontend = FrontendArgs()
+    engine_args: Any = None  # for developers
+    pooler_config = PoolerConfig()
+    trained_dimensions: Sequence[int] | bool = False  # that vectors may be cut to
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
         # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
+        self.parents: dict[str, str] = {}  # of which model an adapter is one, where that was said
         self.lora_count, self.loading_loras = itertools.count(2), set()
         self.lora_owners: dict[str, str | None] = {}  # whose key has loaded it; the server's own ones are everybody's
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
@@ -105,7 +114,7 @@ class OpenAIServing:
         """The model or an adapter, as `GET /v1/models` tells it."""
         root, parent = self.root or self.names[0], None
         if name in self.loras:
-            root, parent = self.loras[name][0], self.names[0]
+            root, parent = self.loras[name][0], self.parents.get(name, self.names[0])
         return {
             "id": name,
             "object": "model",
@@ -287,6 +296,9 @@ class OpenAIServing:
             raise EngineDeadError(str(self.llm.dead))
         if body.stream_options is not None and not body.stream:
             raise common.InputError("stream_options: only allowed when stream is true")
+        if body.stream and self.frontend.enable_force_include_usage:
+            options = body.stream_options or StreamOptions()
+            body.stream_options = options.model_copy(update={"include_usage": True})
         tools.check_tools(body, self.tool_call_parser, self.enable_auto_tool_choice)
         if body.priority != 0 and self.llm.ready.policy != "priority":
             raise common.InputError("priority: this server was started with --scheduling-policy fcfs; allowed: 0")
@@ -348,11 +360,12 @@ class OpenAIServing:
         if isinstance(body, ChatCompletionRequest):
             if body.top_logprobs and not body.logprobs:
                 raise common.InputError("top_logprobs: needs logprobs to be true")
-            if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
+            least, most = (-1, math.inf) if self.max_logprobs == -1 else (0, self.max_logprobs)
+            if body.top_logprobs is not None and not least <= body.top_logprobs <= most:
+                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from {least} to {most}")
             limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            params = sampling_params(body, limit, logprobs, self.sampling_defaults)
+            params = limit_logprobs(sampling_params(body, limit, logprobs, self.sampling_defaults), self.max_logprobs)
             if tools.tool_choice(body) == "auto":  # to many models <tool_call> is a special token: it must be seen
                 params.skip_special_tokens = False
             return params
@@ -364,7 +377,7 @@ class OpenAIServing:
         if limit is None:  # a chat's null is all that is left; here it is 16
             limit = self.sampling_defaults.params.get("max_tokens", 16)
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
-        return sampling_params(body, limit, body.logprobs, self.sampling_defaults)
+        return limit_logprobs(sampling_params(body, limit, body.logprobs, self.sampling_defaults), self.max_logprobs)
 
     @functools.cached_property
     def guide_queue(self) -> Any:
@@ -493,6 +506,13 @@ class OpenAIServing:
             found["prompt_text"] = first.prompt if job.body.return_prompt_text else None
         return found | {"usage": usage} if usage or job.wants_usage else found
 
+    def told(self, usage: Usage) -> dict[str, Any]:
+        """A `usage`, with what was cached unless the server says it does not tell."""
+        found = usage.as_dict()
+        if not self.frontend.enable_prompt_tokens_details:
+            found["prompt_tokens_details"] = None
+        return found
+
     def echoed(self, job: Job, output: RequestOutput, answer: CompletionOutput) -> CompletionOutput:
         """The answer behind its prompt, for a client that wants to read it again. If it wants no token, only that."""
         text = output.prompt if output.prompt is not None else self.tokenizer.decode(output.prompt_token_ids)
@@ -516,7 +536,7 @@ class OpenAIServing:
                 usage.add_answer(reader, [self.token_bytes[t] for t in answer.token_ids])
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
         first = outputs[0] if isinstance(job.body, ChatCompletionRequest) else None
-        found = self.envelope(job, choices, usage.as_dict(), first)
+        found = self.envelope(job, choices, self.told(usage), first)
         if first and job.body.prompt_logprobs is not None:
             found["prompt_logprobs"] = scores(outputs[0])
         return in_full(found | {"kv_transfer_params": outputs[0].kv_transfer_params or None})
@@ -527,6 +547,7 @@ class OpenAIServing:
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
         counted = options.include_usage and options.continuous_usage_stats
+        interval = max(job.body.stream_interval or 1, self.frontend.stream_interval)
         try:
             async for i, output in merged(job.collectors):
                 if i in held:
@@ -537,7 +558,7 @@ class OpenAIServing:
                     usage.add_prompt(output)
                 for piece in output.outputs:
                     index = i * job.params.n + piece.index
-                    fewest = 0 if index not in seen or piece.finish_reason else job.body.stream_interval or 0
+                    fewest = 0 if index not in seen or piece.finish_reason else interval
                     if len(piece.token_ids) < fewest:  # the client wants fewer and larger pieces
                         held.setdefault(i, dataclasses.replace(output, outputs=[])).outputs.append(piece)
                         continue
@@ -545,7 +566,7 @@ class OpenAIServing:
                     seen.add(index)
                     if first and chat:  # OpenAI's streams begin with the role and no text
                         opening = CompletionOutput(piece.index, "", [])
-                        now = usage.as_dict() if counted else None
+                        now = self.told(usage) if counted else None
                         yield event(self.envelope(job, [self.choice(job, index, opening, first)], now, first))
                         first = None
                     usage.add_answer(job.readers[index], [self.token_bytes[t] for t in piece.token_ids])
@@ -553,9 +574,9 @@ class OpenAIServing:
                     says = choice.get("text") or any(choice.get("delta", {}).values())
                     if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
                         continue  # half a character, or what may become a stop string or a call: nothing to say yet
-                    yield event(self.envelope(job, [choice], usage.as_dict() if counted else None))
+                    yield event(self.envelope(job, [choice], self.told(usage) if counted else None))
             if options.include_usage:
-                yield event(self.envelope(job, [], usage.as_dict()))
+                yield event(self.envelope(job, [], self.told(usage)))
         except Exception as error:  # the status line is long gone: the stream itself has to say it
             yield event(as_api_error(error).body())
         yield "data: [DONE]\n\n"

@@ -1,0 +1,55 @@
+"""A folder with experts behind the server: the official client gets what Transformers writes, from every layout."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from engine.model.tokenizer import Tokenizer
+from lab.make_model import make_model
+from lab.running_server import running_server
+
+TEXTS = ["The capital of France is", "1 2 3 4 5", "def f(x):", "Once upon a time"] * 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(folder, what Transformers writes after each text)"""
+    folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    theirs, tokenizer = make_model("qwen3_moe", folder), Tokenizer(folder)
+    theirs.generation_config.eos_token_id = None
+    answers = {}
+    for text in dict.fromkeys(TEXTS):
+        ids = tokenizer.encode(text)
+        with torch.inference_mode():
+            out = theirs.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12, pad_token_id=0)[0]
+        # A server keeps a character to itself until its last byte is there.
+        answers[text] = tokenizer.decode(out[len(ids) :].tolist()).rstrip("\N{REPLACEMENT CHARACTER}")
+    return folder, answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["-tp", "2", "-ep", "--all2all-backend", "all2all"]], ids=" ".join)
+def test_32_clients_at_once(model, flags):
+    """With few blocks, so that some are preempted."""
+    folder, answers = model
+    limits = ["--max-model-len", "64", "--num-gpu-blocks-override", "33", "--max-num-seqs", "32"]
+    with running_server(
+        "--model", str(folder), "--served-model-name", "m", *limits, *flags, echo=lambda line: None
+    ) as (url, process):
+        import openai
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
+
+        def ask(text):
+            extra = {"ignore_eos": True}
+            return client.completions.create(model="m", prompt=text, temperature=0, max_tokens=12, extra_body=extra)
+
+        with ThreadPoolExecutor(32) as pool:
+            found = [answer.choices[0].text.rstrip("\N{REPLACEMENT CHARACTER}") for answer in pool.map(ask, TEXTS)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert found == [answers[text] for text in TEXTS]

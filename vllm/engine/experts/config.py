@@ -1,0 +1,95 @@
+"""The numbers that shape a mixture of experts, from a folder's `config.json`.
+
+Owns which fields each family has for them, and refuses values that make no layer; `model/config.py` calls it. It never
+reads a weight. vLLM: `vllm/model_executor/layers/fused_moe/config.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The layers of experts of one model, which are all alike."""
+
+    num_experts: int  # E
+    top_k: int  # experts that a token visits
+    intermediate_size: int  # I, of one expert
+    renormalize: bool = True  # the weights of a token's experts add up to one
+    scoring: str = "softmax"  # or "sigmoid": every expert by itself, as in DeepSeek-V3
+    num_expert_group: int = 1  # experts lie in so many groups, and a token visits
+    topk_group: int = 1  # those of so many of them
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0  # of the expert that every token visits; 0: there is none
+    shared_gate: bool = False  # and what it says is weighted, token by token: Qwen2's
+    dense_layers: tuple[int, ...] = ()  # these have one MLP, as every layer of a Llama
+    expert_parallel: str | None = None  # None: a rank has a slice of every expert; else one of ALL2ALL_BACKENDS
+    eplb_step_interval: int = 0  # experts move after so many steps; 0: they stay where they are
+    num_redundant_experts: int = 0  # slots that a layer has beyond one for each expert
+    held: range | None = None  # the experts that a rank has; None: all
+
+    @property
+    def experts_held(self) -> range:
+        """The experts whose weights are here."""
+        return range(self.num_experts) if self.held is None else self.held
+
+    def of_stage(self, start: int, end: int) -> MoEConfig:
+        """For the layers [start, end), counted from `start`."""
+        dense = tuple(layer - start for layer in self.dense_layers if start <= layer < end)
+        return dataclasses.replace(self, dense_layers=dense)
+
+
+# What Transformers takes for a field that `config.json` leaves out.
+ABSENT: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                  "shared_expert_intermediate_size": 5632},
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}  # fmt: skip
+
+
+def read_moe_config(raw: Mapping[str, Any], family: str, where: Any) -> MoEConfig | None:
+    """The layers of experts of a `config.json`; None for a family that has none. Raises InputError."""
+    if family not in ABSENT:
+        return None
+    given = ABSENT[family] | {name: value for name, value in raw.items() if value is not None}
+    named = {name: raw[name] for name in ("num_experts", "num_local_experts") if raw.get(name) is not None}
+    if len(set(map(repr, named.values()))) > 1:
+        raise common.InputError(f"{where}: num_experts is {named['num_experts']!r}, num_local_experts another number")
+    size = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    shared = "shared_expert_intermediate_size" if family == "qwen2_moe" else None
+    num_experts = next(iter(named.values()), given["num_experts"])
+
+    def positive(name: str, value: Any, most: int = 2**24) -> int:
+        if type(value) is not int or not 1 <= value <= most:
+            raise common.InputError(f"{where}: {name} is {value!r}, expected a whole number from 1 to {most}")
+        return value
+
+    renormalize = True if family == "mixtral" else given.get("norm_topk_prob", False)
+    if type(renormalize) is not bool:
+        raise common.InputError(f"{where}: norm_topk_prob is {renormalize!r}, expected true or false")
+    num_experts = positive("num_experts", num_experts, 2**16)
+    return MoEConfig(
+        num_experts,
+        positive("num_experts_per_tok", given["num_experts_per_tok"], num_experts),
+        positive(size, given.get(size)),
+        renormalize,
+        shared_intermediate_size=positive(shared, given[shared]) if shared else 0,
+        shared_gate=shared is not None,
+        dense_layers=() if family == "mixtral" else _dense_layers(given, where, positive),
+    )
+
+
+def _dense_layers(given: Mapping[str, Any], where: Any, positive: Any) -> tuple[int, ...]:
+    """Layers without experts: those that are named, and all but every `decoder_sparse_step`-th."""
+    step, named = positive("decoder_sparse_step", given.get("decoder_sparse_step", 1)), given.get("mlp_only_layers", [])
+    layers = range(positive("num_hidden_layers", given.get("num_hidden_layers")))
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise common.InputError(f"{where}: mlp_only_layers is {named!r:.60}, expected a list of layers")
+    return tuple(layer for layer in layers if layer in named or (layer + 1) % step)

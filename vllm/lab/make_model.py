@@ -1,0 +1,89 @@
+"""A small random model of any family that the engine serves, as a folder: `python -m vllm make-model FAMILY FOLDER`.
+
+What it says is nonsense, and always the same nonsense: Transformers, `LLM` and `serve` take the folder, and a test can
+ask all three for the same tokens. The tokenizer is the default model's.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import arguments
+from engine.model import folders
+from engine.model.config import FAMILIES
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "sliding_window": None,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},  # a layer without, as some models have
+}
+
+
+def make_model(family: str, folder: Path, seed: int = 0, **sizes: Any) -> Any:
+    """Write a seeded model of a family, with `sizes` in the place of SIZES; returns Transformers' model.
+
+    The folder appears whole, or not at all. Raises InputError for another family, and for a folder that is there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    allowed = sorted(FAMILIES.values())
+    if family not in allowed:
+        raise common.InputError(f"family {family!r}: must be one of {', '.join(allowed)}")
+    if folder.exists():
+        raise common.InputError(f"{folder}: is there already; name a folder that is not")
+    default = folders.model_folder()
+    tokens = folders.read_json(default / "config.json")
+    known = {name: tokens[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    # With the usual 0.02, all logits of a small model are about the same, and a wrong weight changes no token.
+    config = AutoConfig.for_model(family, **known | SIZES | OF_FAMILY.get(family, {}) | sizes, initializer_range=0.2)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):  # which begin as zeros and ones
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
+    except OSError as error:
+        raise common.InputError(f"{folder}: {error.strerror}") from None
+    try:
+        model.save_pretrained(scratch)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (default / name).is_file():
+                shutil.copy(default / name, scratch)
+        scratch.chmod(0o755)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return model
+
+
+def build_parser() -> arguments.Parser:
+    p = arguments.Parser(prog="python -m vllm make-model", description=__doc__)
+    p.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(sorted(FAMILIES.values()))}")
+    p.add_argument("folder", metavar="FOLDER", type=Path, help="where to write it; must not be there")
+    p.add_argument("--seed", type=arguments.number(int, 0, 2**31 - 1), default=0, help="of its weights (default 0)")
+    return p
+
+
+def main(argv: Sequence[str]) -> None:
+    """Write the folder, and say what is in it."""
+    args = build_parser().parse_args(argv)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = make_model(args.family, args.folder, args.seed)
+    common.say(f"{args.folder}: a {args.family} of {sum(p.numel() for p in model.parameters()):,} random parameters")
