@@ -185,7 +185,7 @@ def test_length(page):
     """
     text = re.sub(r"<!--.*?-->|```.*?```", "", documents.STEPS.sub("", page.read_text()), flags=re.S)
     words = sum(re.search(r"\w", word) is not None for word in text.split())
-    assert 1500 <= words <= (2600 if re.match(r"\d\d_", page.stem) else 3000)
+    assert 1500 <= words <= 2600
     bet = text.partition("\n## A bet\n")[2].partition("\n## ")[0]
     assert "<details>" in bet and "figures/" in text
 
