@@ -70,7 +70,7 @@ class ScriptedServer:
         self.llm, self.signed = lesson.ScriptedLLM(), []
         serving = OpenAIServing(self.llm, ["smol"])
         self.app = lesson.with_routes(serving, ["right"])
-        doors = ((self.app.app, "app", "JSON"), (serving, "add", "model"), (serving, "check_params", "values"),
+        doors = ((self.app.app.app, "app", "JSON"), (serving, "add", "model"), (serving, "check_params", "values"),
                  (serving, "prompts", "length"), (self.llm.admission, "check", "room"),
                  (self.llm, "add_request", "engine"))  # fmt: skip
         for owner, name, station in doors:
