@@ -80,8 +80,20 @@ def script(interpreter: Path, code: str, folder: Path, **environment: str) -> st
     """What a program of one's own prints, run by the interpreter of an environment and by no other's packages."""
     file = folder / "client.py"
     file.write_text(code)
-    environment = {"PYTHONPATH": "", "VIRTUAL_ENV": "", **environment}
+    return said_by([interpreter, "-I", file], folder, PYTHONPATH="", VIRTUAL_ENV="", **environment)
+
+
+def module(node_modules: Path, code: str, folder: Path, **environment: str) -> str:
+    """What an ECMAScript module of one's own prints, run by Node in a folder that has these packages."""
+    (folder / "node_modules").symlink_to(node_modules, target_is_directory=True)
+    file = folder / "client.mjs"
+    file.write_text(code)
+    return said_by([program_of("node"), file], folder, **environment)
+
+
+def said_by(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
+    """What a client prints. Where it fails, the test does, with all that it said."""
     try:
-        return run([interpreter, "-I", file], folder, **environment).stdout
+        return run(command, folder, **environment).stdout
     except subprocess.CalledProcessError as error:
         raise AssertionError(f"the client failed:\n{error.stdout}\n{error.stderr}") from None

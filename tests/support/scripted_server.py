@@ -49,6 +49,8 @@ class Forced(ScriptedLLM):
         pieces = [text[i : i + self.size] for i in range(0, len(text), self.size)] if stream else [text]
         for i, piece in enumerate(pieces or [""]):
             await asyncio.sleep(0)
+            while collector.output is not None and collector.request_id not in self.aborted:
+                await asyncio.sleep(0.001)  # what was not taken would grow, and no client would see pieces
             reason = "stop" if i >= len(pieces) - 1 else None
             answer = CompletionOutput(0, piece, [ord(char) % 128 for char in piece], finish_reason=reason)
             ids = prompt["prompt_token_ids"]
