@@ -37,7 +37,8 @@ class Forced(ScriptedLLM):
 
     def add_request(self, request_id, prompt, params, *, stream=False, **about):
         self.added.append((request_id, {"prompt_token_ids": prompt["prompt_token_ids"][:1]}, params))
-        said = json.loads(prompt["prompt"])
+        text = prompt["prompt"]
+        said = json.loads(text) if text.startswith("{") else {"messages": text, "tools": []}  # a chat, or a completion
         self.asked.append(said)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         text = answer if isinstance(answer, str) else answer(said["messages"], said["tools"])
