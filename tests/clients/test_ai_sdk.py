@@ -9,7 +9,6 @@ import pytest
 from support import clients
 from support.scripted_server import scripted_server
 
-PACKAGES = ["ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 PROGRAM = """
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -53,7 +52,7 @@ console.log(JSON.stringify(found));
 
 @pytest.mark.slow
 def test_texts_tools_objects_and_options_that_nobody_knows(tmp_path, caplog):
-    packages = clients.npm(*PACKAGES)
+    packages = clients.npm(*clients.AI_SDK)
     recipe = {"name": "bread", "steps": ["knead", "wait", "bake"]}
     answers = [f"I look. {CALL}", "Sunny.", f"Again. {CALL}", "Still sunny.", json.dumps(recipe)]
     with scripted_server(answers, keys=["secret"]) as (url, llm):

@@ -43,7 +43,8 @@ end = calling.invoke(messages)
 shaped = model.with_structured_output(Person, method="json_schema").invoke("Ann is 30.")
 called = model.with_structured_output(Person, method="function_calling").invoke("Ann is 30.")
 print(json.dumps({
-    "whole": whole.content, "used": whole.usage_metadata["output_tokens"], "model": whole.response_metadata["model_name"],
+    "whole": whole.content, "used": whole.usage_metadata["output_tokens"],
+    "model": whole.response_metadata["model_name"],
     "pieces": [piece.content for piece in pieces if piece.content], "streamed": total.usage_metadata["output_tokens"],
     "call": call["args"], "end": end.content, "shaped": shaped.model_dump(), "called": called.model_dump(),
 }))
@@ -52,7 +53,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_an_answer_a_stream_a_tool_and_a_shape(tmp_path, caplog):
-    interpreter = clients.python("langchain-openai==1.7.4")
+    interpreter = clients.python(*clients.LANGCHAIN)
     person = {"name": "Ann", "age": 30}
     answers = ["Hello there.", "Piece by piece.", CALL, "Sunny.", json.dumps(person)]
     with scripted_server(answers, keys=["secret"]) as (url, llm):

@@ -18,7 +18,7 @@ import { ChatOpenAI } from "@langchain/openai";
 import { z } from "zod";
 
 const model = new ChatOpenAI({
-  model: "smol", apiKey: "secret", maxRetries: 0, streamUsage: true, configuration: { baseURL: `${process.env.URL}/v1` },
+  model: "smol", apiKey: "secret", maxRetries: 0, configuration: { baseURL: `${process.env.URL}/v1` },
 });
 const found = {};
 const whole = await model.invoke([["system", "Be brief."], ["human", "Hello"]]);

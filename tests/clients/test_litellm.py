@@ -26,8 +26,8 @@ called = litellm.completion("hosted_vllm/smol", messages, tools=tools, tool_choi
 call = called.choices[0].message.tool_calls[0]
 messages += [called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
 late = asyncio.run(litellm.acompletion(
-    "hosted_vllm/smol", messages, tools=tools, drop_params=True, web_search_options={}, top_k=3, favourite_colour="blue",
-    extra_body={"another_colour": "red"}, **about))
+    "hosted_vllm/smol", messages, tools=tools, drop_params=True, web_search_options={}, top_k=3,
+    favourite_colour="blue", extra_body={"another_colour": "red"}, **about))
 text = litellm.text_completion(model="text-completion-openai/smol", prompt="Once", max_tokens=20, **about)
 try:
     litellm.completion("hosted_vllm/gpt-9", messages[:1], **about)

@@ -1,4 +1,4 @@
-"""The command `llm` on our server, as a model of its own YAML file: a prompt, a conversation, a schema and a function."""
+"""The command `llm` on our server, as a model in its YAML file: a prompt, a conversation, a schema, a function."""
 
 from __future__ import annotations
 

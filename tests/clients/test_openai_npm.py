@@ -1,4 +1,4 @@
-"""OpenAI's own client for JavaScript on our server: whole and streamed, its runner of tools, and errors as it has them."""
+"""OpenAI's own client for JavaScript on our server: whole, streamed, its runner of tools, its errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ console.log(JSON.stringify(found));
 
 @pytest.mark.slow
 def test_chats_streams_tools_responses_and_errors(tmp_path):
-    packages = clients.npm("openai@7.59.0")
+    packages = clients.npm(*clients.OPENAI_NPM)
     answers = ["Hello there.", "Piece by piece.", f"I look. {CALL}", "Sunny.", "Hello again."]
     with scripted_server(answers, keys=["secret"]) as (url, llm):
         found = json.loads(clients.module(packages, PROGRAM, tmp_path, URL=url))

@@ -22,6 +22,11 @@ from engine.model.folders import cache_folder
 INSTALL_SECONDS = 240  # a registry that is slower than this is none
 RUN_SECONDS = 120
 
+# What several files use.
+OPENAI_NPM = ["openai@7.59.0"]
+AI_SDK = ["ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"]
+LANGCHAIN = ["langchain-openai==1.7.4"]
+
 
 def npm(*packages: str) -> Path:
     """The `node_modules` of these packages. Skips the test if there is no npm, or no registry that has them."""
