@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main__.py` has it there already
 
-import common
-
 from engine import arguments
-from lab import cli
 
 COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn")
 
 
 def main() -> None:
-    """Raises InputError for a command that there is not."""
+    """Exits with one line for a command that there is not. A wrong flag of `serve` is found before torch is there."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        print(f"python -m vllm: command {command!r}: must be one of {names}; each has --help", file=sys.stderr)
+        sys.exit(2)
+    work = find_work(command)
+    from lab import cli
+
+    cli.run(work)
+
+
+def find_work(command: str) -> Callable[[], Any]:
+    """What the command line asks for."""
     if command in ("serve", "proxy"):
         if command == "serve":
             from engine.serving.cli import add_serve_command as add_command
@@ -27,12 +39,13 @@ def main() -> None:
         parser = arguments.Parser(prog="python -m vllm")
         add_command(parser.add_subparsers(dest="command"))
         args = parser.parse_args()
-        args.run(args)
-    elif command in ("bench", "tune"):
-        from lab import bench
+        return functools.partial(args.run, args)
+    return functools.partial(run_in_lab, command)
 
-        bench.main(sys.argv[1:])
-    elif command == "replay":
+
+def run_in_lab(command: str) -> None:
+    """`bench`, `tune`, `replay` and `learn` read their flags themselves."""
+    if command == "replay":
         from lab import replay
 
         replay.main(sys.argv[2:])
@@ -41,10 +54,10 @@ def main() -> None:
 
         learning.main(sys.argv[2:])
     else:
-        raise common.InputError(
-            f"python -m vllm: command {command!r}: must be one of {', '.join(COMMANDS)}; each has --help"
-        )
+        from lab import bench
+
+        bench.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    main()

@@ -50,7 +50,7 @@ RECORDED = {
                   ".", "com", ".", "com", ".", "com", ".", "com", ".", "com", ".", "com", "."],
 }  # fmt: skip
 
-GPUS = {"A10": 24, "H100": 80, "MI300X": 192}  # name -> GiB; their speeds are in `HARDWARE`
+GPUS = {"A10": "A10 24GB", "H100": "H100 80GB", "MI300X": "MI300X 192GB"}  # name -> card in `HARDWARE`
 TICKS = 60  # of the clock on which the two runs race
 WIDGET_DEFAULT: dict[str, Any] = {
     "prompt": 512, "new_tokens": 512, "model": "Llama-3.1-8B", "batch": 1, "gpu": "A10", "restart_positions": False,
@@ -70,10 +70,9 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     run the steps done and the token-forwards; `cache_bytes` lists what is held then. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
-    config, gib = MODELS[p["model"]], GPUS[p["gpu"]]
-    gpu, batch = HARDWARE[f"{p['gpu']} {gib}GB"], p["batch"]
+    config, gpu, batch = MODELS[p["model"]], HARDWARE[GPUS[p["gpu"]]], p["batch"]
     spec, weights = lesson.KVCacheSpec.from_config(config), weight_bytes(config)
-    usable = gib * 2**30 * 92 // 100
+    usable = gpu.memory * 92 // 100
     per_position = batch * spec.bytes_per_token()  # all requests are equal: one row number, `batch` rows
     room = max(0, (usable - weights) // per_position)
     cache = lesson.KVCache(spec, 1, room, torch.bfloat16, torch.device("meta"))
@@ -104,7 +103,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     whole = len(runs[True]["us"]) == p["new_tokens"]
     return {
         "params": p, "bytes_per_token": spec.bytes_per_token(), "weight_bytes": weights, "usable_bytes": usable,
-        "gpu_bytes": gib * 2**30, "room": room, "oom_step": oom_step if fits else 0,
+        "gpu_bytes": gpu.memory, "room": room, "oom_step": oom_step if fits else 0,
         "with": runs[True], "without": runs[False], "took": [took, without],
         "times": (2 * without + took) // (2 * took) if whole else 0, "clock": clock, "cache_bytes": cache_bytes,
         "text": RECORDED["restarted" if p["restart_positions"] else "right"],

@@ -16,8 +16,18 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"trust_remote_code": True}, "refused"), ({"speculative_config": '{"method": "magic"}'}, "method"),
-     ({"lora_modules": ["a=b"]}, "--enable-lora"),
+    [({"speculative_config": '{"method": "magic"}'}, "method"),
+     ({"lora_modules": ["a=b"]}, "--enable-lora"), ({"load_format": "pt"}, "auto, safetensors, dummy"),
+     *(({"enable_lora": True, "lora_modules": modules}, "--lora-modules .*" + words) for modules, words in (
+         (["a"], "must be name=path"), (["=b"], "must be name=path"), (["a=b", "a=c"], "a: each name once"),
+         (['{"name": "a"}'], "must be name=path, or JSON"), (["{"], "not JSON"), (["[1]"], "must be name=path"),
+         (['{"name": "a", "path": "b", "x": "c"}'], "base_model_name"), (['{"name": "a", "path": 1}'], "name=path"))),
+     ({"max_logprobs": -2}, "max_logprobs -2: must be a whole number of at least -1"),
+     ({"max_model_len": -2}, "at least"),
+     ({"kv_offloading_size": 0}, "kv_offloading_size 0: must be a number above 0"),
+     ({"kv_offloading_size": 1, "kv_transfer_config": STORE}, "--kv-offloading-size: not together with --kv-transfer"),
+     ({"kv_offloading_size": 1, "enable_lora": True}, "--kv-offloading-size: not together with --enable-lora"),
+     ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "not together with workers"),
      ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
      ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
      ({"kv_cache_gib": 1e9}, "at most 1048576"), ({"max_model_len": 1}, "at least 2"),
@@ -58,6 +68,31 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
+
+
+def test_adapters_to_start_with_in_three_ways():
+    texts = ["a=/p=q", '{"name": "b", "path": "/b", "base_model_name": "m"}', '[{"name": "c", "path": "/c"}]']
+    args = EngineArgs(enable_lora=True, lora_modules=texts)
+    assert args.adapters == {"a": "/p=q", "b": "/b", "c": "/c"} and args.adapter_parents == {"b": "m"}
+
+
+def test_an_offloading_size_is_a_store_of_this_engine():
+    config = EngineArgs(kv_offloading_size=0.5).kv_transfer
+    assert (config.kv_connector, config.kv_role, config.is_private) == ("StoreConnector", "kv_both", True)
+    assert config.kv_connector_extra_config == {"cpu_bytes": 1 << 29} and config.kv_load_failure_policy == "recompute"
+    assert EngineArgs().kv_transfer is None and not EngineArgs(kv_transfer_config=STORE).kv_transfer.is_private
+
+
+@pytest.mark.parametrize("auto", [-1, "auto"])
+def test_a_context_that_is_cut_to_what_fits(tiny_model, auto):
+    args = EngineArgs(max_model_len=auto, block_size=8).filled_in("serve", tiny_model.config)
+    assert args.context == tiny_model.config.max_position_embeddings == 512
+    args.shorten(1000)
+    assert args.context == 512
+    args.shorten(5)
+    assert args.context == 40 == args.scheduler_config().max_model_len
+    with pytest.raises(common.InputError, match="max_model_len auto: the KV cache holds no block"):
+        args.shorten(0)
 
 
 def test_the_last_engines_may_be_elsewhere():

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine import registry
 from engine.model import llama
 from lab import cli, lengths, roofline, timing
+from lab.hardware import HARDWARE
 from support.close import assert_close
 
 lesson, page = registry.lesson("01_kv_cache"), cli.numbers("01_kv_cache")
@@ -587,7 +588,7 @@ def test_simulation(prompt, new_tokens, batch, model, gpu, restart_positions):
     """Against closed formulas, independent of the code that makes the trace."""
     trace = page.simulate(dict(locals()))
     per_token, weights = trace["bytes_per_token"], trace["weight_bytes"]
-    usable = page.GPUS[gpu] * 2**30 * 92 // 100
+    usable = HARDWARE[page.GPUS[gpu]].memory * 92 // 100
     done = 0
     while done < new_tokens and weights + batch * (prompt + done) * per_token <= usable:
         done += 1

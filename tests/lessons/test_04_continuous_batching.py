@@ -445,7 +445,7 @@ def test_32_requests_on_the_real_model(real_model):
         ("top_k", True), ("top_p", 0), ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1),
         ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0),
         ("repetition_penalty", 1e-300), ("logit_bias", {1: 1e300}), ("logit_bias", {1: -101}),
-        ("repetition_penalty", float("inf")), ("logprobs", -1), ("logprobs", 21), ("logprobs", 0.5), ("max_tokens", 0),
+        ("repetition_penalty", float("inf")), ("logprobs", -2), ("logprobs", "2"), ("logprobs", 0.5), ("max_tokens", 0),
         ("max_tokens", "16"), ("min_tokens", -1), ("min_tokens", 17), ("seed", 0.5), ("seed", "x"), ("stop", [""]),
         ("stop", [3]), ("logit_bias", [1]), ("logit_bias", {1: "a"}), ("logit_bias", {1: float("nan")}),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("stop_token_ids", 0),

@@ -370,7 +370,7 @@ def refused_job(*flags):
 
 
 REFUSED = [(refused_job(*flags), word) for *flags, word in (
-    ("--trust-remote-code", "refused"), ("--model", "/nowhere", "/nowhere"), ("--quantization", "magic", "magic"),
+    ("--trust-remote-code", "runs Python"), ("--model", "/nowhere", "/nowhere"), ("--quantization", "magic", "magic"),
     ("--max-model-len", "100000", "max_model_len"))]  # fmt: skip
 
 

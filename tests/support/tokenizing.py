@@ -2,14 +2,12 @@
 
 import engine.llm
 import engine.model.loader
-import engine.parallel.worker
+import engine.model.tokenizer
 import engine.serving.async_llm
-import engine.serving.start
 from engine import front_end
 from engine.model import folders
 
-WHO_BUILDS_ONE = (engine.llm, engine.model.loader, engine.parallel.worker, engine.serving.async_llm,
-                  engine.serving.start)  # fmt: skip
+WHO_BUILDS_ONE = (engine.llm, engine.model.loader, engine.model.tokenizer, engine.serving.async_llm)
 
 
 def building(monkeypatch, make):

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.choices import POLICIES
+
 if TYPE_CHECKING:
     from engine.kv_transfer.config import KVTransferConfig
     from engine.lora.manager import LoRAConfig
     from engine.parallel.workers import Workers
     from engine.spec_decode.drafters import SpeculativeConfig
 
-POLICIES = ("fcfs", "priority")
 LOWEST = {  # of the numbers below, and of `EngineArgs` with the same names
     "max_model_len": 1,
     "max_num_seqs": 1,

@@ -10,19 +10,30 @@ import common
 
 import copy
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from engine import plugs
-from engine.config import LOWEST, POLICIES, SchedulerConfig, VllmConfig, check_model_len, check_numbers
+from engine.choices import (
+    ATTENTION,
+    BACKENDS,
+    LOAD_FORMATS,
+    PLACES,
+    POLICIES,
+    REASONING_PARSERS,
+    ROUTING,
+    TOOL_CALL_PARSERS,
+)
+from engine.config import LOWEST, SchedulerConfig, VllmConfig, check_model_len, check_numbers
 from engine.kv_transfer.config import KVTransferConfig
 from engine.lora.config import LoRAConfig
 from engine.model import folders
 from engine.model.chat_template import read_chat_template
 from engine.model.config import LlamaConfig
 from engine.model.loader import find_dtype
-from engine.parallel.config import BACKENDS, ParallelConfig
+from engine.parallel.config import ParallelConfig
 from engine.quantization.kv_codes import KV_CACHE_DTYPES
 from engine.quantization.methods import METHODS
 from engine.registry import ATTENTION_BACKENDS
@@ -30,15 +41,14 @@ from engine.sampling.defaults import override_generation_config
 from engine.sampling.pooler import PoolerConfig
 from engine.spec_decode.drafters import SpeculativeConfig
 
-PLACES = ("process", "thread", "event-loop")
-ROUTING = ("load", "prefix")
-
 # What depends on the usage, as in vLLM (`_set_default_max_num_seqs_and_batched_tokens_args`): a script has all its
 # prompts at once and nobody reads along, while behind a server somebody waits for each token.
 DEFAULTS = {"LLM": (256, 4096, 4096), "serve": (64, 512, 8192)}  # max_num_seqs; tokens in a step, and on a GPU
 
+AUTO = -1  # of max_model_len: as many as fit
 AT_LEAST = LOWEST | {
     "max_model_len": 2,  # a scheduler is content with 1; an answer follows a prompt
+    "max_logprobs": -1,  # all there are
     "num_gpu_blocks_override": 2,  # the first one is nobody's
     "kv_cache_memory_bytes": 1,
     "block_size": 1,
@@ -55,6 +65,7 @@ AT_LEAST = LOWEST | {
 AT_MOST = {
     "gpu_memory_utilization": 1,
     "kv_cache_gib": 1 << 20,
+    "kv_offloading_size": 1 << 20,
     "max_num_seqs": 1 << 16,  # there are tables with a row for each
     "tensor_parallel_size": 64,
     "pipeline_parallel_size": 64,
@@ -62,10 +73,8 @@ AT_MOST = {
     "api_server_count": 64,
     "data_parallel_rpc_port": 65535,
 }
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "pythonic")
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
 OF_A_SERVER = {  # what an `LLM` does not have
-    *("served_model_name", "trust_remote_code", "override_generation_config", "max_num_queued_reqs", "lora_modules"),
+    *("served_model_name", "override_generation_config", "max_num_queued_reqs", "lora_modules", "tokenizer"),
     *("gpu_memory_utilization", "chat_template", "enable_auto_tool_choice", "tool_call_parser", "kv_transfer_config"),
     *("reasoning_parser", "response_role", "strict_fields"),
     *("engine_place", "data_parallel_size", "data_parallel_size_local", "data_parallel_start_rank", "headless"),
@@ -82,18 +91,25 @@ class EngineArgs:
     """
 
     model: str | None = None
+    tokenizer: str | None = None  # whose, if not the model's
     served_model_name: list[str] | None = None
-    trust_remote_code: bool = False
+    load_format: str = "auto"
     dtype: Any = "auto"  # a name, or torch's
     seed: int = 0
     quantization: str | None = None
-    max_model_len: int | None = None
+    max_model_len: int | str | None = None  # "auto" or -1: as many as fit; from __post_init__ on -1
+    max_logprobs: int = 20  # that a request may ask for
     generation_config: str = "auto"
     override_generation_config: str | dict[str, Any] | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = SchedulerConfig.enable_chunked_prefill
+    max_num_scheduled_tokens: int | None = SchedulerConfig.max_num_scheduled_tokens
+    max_num_active_seqs: int | None = SchedulerConfig.max_num_active_seqs
     long_prefill_token_threshold: int = SchedulerConfig.long_prefill_token_threshold
+    long_prefill_token_threshold_adaptive: bool = SchedulerConfig.long_prefill_token_threshold_adaptive
+    scheduler_reserve_full_isl: bool = SchedulerConfig.scheduler_reserve_full_isl
+    watermark: float = SchedulerConfig.watermark
     scheduling_policy: str = SchedulerConfig.policy
     max_num_queued_reqs: int | None = 1024
     block_size: int = 16
@@ -105,6 +121,7 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.92
     kv_cache_gib: float = 1.0
     kv_cache_memory_bytes: int | None = None  # comes before kv_cache_gib and gpu_memory_utilization
+    kv_offloading_size: float | None = None  # GiB: a StoreConnector in memory, if kv_transfer_config names none
     enforce_eager: bool = VllmConfig.enforce_eager
     async_scheduling: bool = VllmConfig.async_scheduling
     speculative_config: str | dict[str, Any] | None = None
@@ -112,7 +129,7 @@ class EngineArgs:
     max_loras: int = LoRAConfig.max_loras
     max_lora_rank: int = LoRAConfig.max_lora_rank
     max_cpu_loras: int | None = LoRAConfig.max_cpu_loras
-    lora_modules: list[str] | None = None  # name=path of each
+    lora_modules: list[str] | None = None  # name=path of each, or JSON
     chat_template: str | None = None  # a file or the text; from __post_init__ on the text
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
@@ -139,11 +156,8 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         """Refuse early what would fail late. Raises InputError."""
-        if self.trust_remote_code:
-            raise common.InputError(
-                "--trust-remote-code: refused. It lets a model folder run its own Python; this "
-                "engine reads config.json, weights and tokenizer, and runs none of it"
-            )
+        self.max_model_len = AUTO if self.max_model_len == "auto" else self.max_model_len
+        self.attention_backend = ATTENTION.get(str(self.attention_backend).lower(), self.attention_backend)
         self._check_numbers()
         if not all(self.served_model_name or ["default"]):
             raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
@@ -171,10 +185,10 @@ class EngineArgs:
             raise common.InputError(f"--lora-modules {twice[0]}: is the name of the model itself")
 
     def _check_numbers(self) -> None:
-        check_numbers(self, AT_LEAST)
-        for name in ("gpu_memory_utilization", "kv_cache_gib"):
+        check_numbers(self, AT_LEAST | ({"max_model_len": AUTO} if self.max_model_len == AUTO else {}))
+        for name in ("gpu_memory_utilization", "kv_cache_gib", "kv_offloading_size"):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < math.inf:
+            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
                 raise common.InputError(f"{name} {value!r}: must be a number above 0")
         for name, high in AT_MOST.items():
             if (value := getattr(self, name)) is not None and value > high:
@@ -187,13 +201,14 @@ class EngineArgs:
             "runner": ("auto", "generate", "pooling"),  # it does both, whichever is named
             "convert": ("auto", "none", "embed"),
             "attention_backend": ATTENTION_BACKENDS,
+            "load_format": LOAD_FORMATS,
         }
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = TOOL_CALL_PARSERS
         if self.reasoning_parser is not None:
             allowed["reasoning_parser"] = REASONING_PARSERS
         if self.quantization is not None:
-            allowed["quantization"] = (*METHODS, "compressed-tensors", "fp8")
+            allowed["quantization"] = (*METHODS, "compressed-tensors")
         if self.kv_cache_dtype != "auto":
             allowed["kv_cache_dtype"] = KV_CACHE_DTYPES
         for name, values in allowed.items():
@@ -216,12 +231,14 @@ class EngineArgs:
         if kv_transfer is None:
             return
         stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
+        name = "--kv-transfer-config" if self.kv_offloading_size is None else "--kv-offloading-size"
         for flag, used in (
+            ("--kv-transfer-config", self.kv_offloading_size is not None and self.kv_transfer_config is not None),
             ("--kv-cache-dtype", self.kv_cache_dtype != "auto"),
             ("--enable-lora if blocks go to a store", stored and self.enable_lora),
         ):
             if used:
-                raise common.InputError(f"--kv-transfer-config: not together with {flag}")
+                raise common.InputError(f"{name}: not together with {flag}")
         if self.has_workers or self.has_engines:
             check_transfers(self)
 
@@ -232,7 +249,10 @@ class EngineArgs:
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """None without --kv-transfer-config. Raises InputError."""
+        """None without --kv-transfer-config and --kv-offloading-size. Raises InputError."""
+        if self.kv_offloading_size is not None:
+            room = {"cpu_bytes": int(self.kv_offloading_size * 2**30)}
+            return KVTransferConfig("StoreConnector", "kv_both", kv_connector_extra_config=room)
         return None if self.kv_transfer_config is None else KVTransferConfig.from_json(self.kv_transfer_config)
 
     @property
@@ -257,28 +277,45 @@ class EngineArgs:
         """A copy with the limits that nobody named: the model's, and what the usage, "LLM" or "serve", starts with.
         Raises InputError for a context that the model does not have."""
         args, (max_num_seqs, *tokens) = copy.copy(self), DEFAULTS[usage]
-        if args.max_model_len is None:
+        if args.max_model_len in (None, AUTO):  # and then `shorten`
             args.max_model_len = model.max_position_embeddings
-        check_model_len(args.max_model_len, model.max_position_embeddings)
+        check_model_len(args.context, model.max_position_embeddings)
         if args.max_num_seqs is None:
             args.max_num_seqs = min(max_num_seqs, args.max_num_batched_tokens or max_num_seqs)
         if args.max_num_batched_tokens is None:
             args.max_num_batched_tokens = max(tokens[common.HAS_GPU], args.max_num_seqs)
         if not args.enable_chunked_prefill:  # a prompt is computed whole, whatever was named
-            args.max_num_batched_tokens = max(args.max_num_batched_tokens, args.max_model_len)
+            args.max_num_batched_tokens = max(args.max_num_batched_tokens, args.context)
         return args
+
+    @property
+    def context(self) -> int:
+        """max_model_len of arguments that are filled in."""
+        assert isinstance(self.max_model_len, int) and self.max_model_len != AUTO
+        return self.max_model_len
+
+    def shorten(self, num_blocks: int) -> None:
+        """A context that was AUTO, and is filled in, to what so many blocks hold. Raises InputError for less than 2."""
+        if (fitting := min(self.context, num_blocks * self.block_size)) < 2:
+            raise common.InputError("max_model_len auto: the KV cache holds no block; give it more memory")
+        self.max_model_len = fitting
 
     def scheduler_config(self) -> SchedulerConfig:
         """The scheduler's limits, of arguments that are filled in. Raises InputError for those that contradict each
         other."""
-        assert self.max_model_len and self.max_num_seqs and self.max_num_batched_tokens
+        assert self.max_num_seqs and self.max_num_batched_tokens
         return SchedulerConfig(
-            self.max_model_len,
+            self.context,
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.scheduling_policy,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            max_num_scheduled_tokens=self.max_num_scheduled_tokens,
+            max_num_active_seqs=self.max_num_active_seqs,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
+            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
+            watermark=self.watermark,
         )
 
     def vllm_config(self, workers: Any = None) -> VllmConfig:
@@ -298,11 +335,13 @@ class EngineArgs:
     @property
     def adapters(self) -> dict[str, str]:
         """Paths of the adapters to start with, by name. Raises InputError."""
-        pairs = [module.partition("=") for module in self.lora_modules or ()]
-        for i, (name, _, path) in enumerate(pairs):
-            if not name or not path or name in [other for other, _, _ in pairs[:i]]:
-                raise common.InputError(f"--lora-modules {name}={path}: must be name=path, each name once")
-        return {name: path for name, _, path in pairs}
+        return {module["name"]: module["path"] for module in read_lora_modules(self.lora_modules)}
+
+    @property
+    def adapter_parents(self) -> dict[str, str]:
+        """By name, of which model an adapter is one, where that was said. Raises InputError."""
+        modules = read_lora_modules(self.lora_modules)
+        return {module["name"]: module["base_model_name"] for module in modules if "base_model_name" in module}
 
     @property
     def world_size(self) -> int:
@@ -339,6 +378,31 @@ class EngineArgs:
     def names(self) -> list[str]:
         """What clients may call the model; the first one is what answers say."""
         return self.served_model_name or [self.model or folders.DEFAULT_MODEL]
+
+
+def read_lora_modules(texts: list[str] | None) -> list[dict[str, str]]:
+    """Name, path and perhaps base_model_name of each, from `name=path` or JSON. Raises InputError."""
+    modules: list[Any] = []
+    for text in texts or ():
+        if text.lstrip()[:1] in ("{", "["):
+            try:
+                found = json.loads(text)
+            except ValueError as error:
+                raise common.InputError(f"--lora-modules {text:.60}: not JSON ({error})") from None
+            modules += found if isinstance(found, list) else [found]
+        else:
+            name, _, path = text.partition("=")
+            modules.append({"name": name, "path": path})
+    for i, module in enumerate(modules):
+        keys = {"name", "path", "base_model_name"}
+        right = isinstance(module, dict) and {"name", "path"} <= module.keys() <= keys
+        if not right or not all(isinstance(x, str) and x for x in module.values()):
+            raise common.InputError(
+                f"--lora-modules {module!r:.60}: must be name=path, or JSON with name, path and perhaps base_model_name"
+            )
+        if module["name"] in [other["name"] for other in modules[:i]]:
+            raise common.InputError(f"--lora-modules {module['name']}: each name once")
+    return modules
 
 
 def check_parallel(args: Any) -> None:

@@ -102,6 +102,8 @@ class _Sequence:
 class FrontEnd:
     """Validates, tokenizes, and after each step of its core detokenizes."""
 
+    max_logprobs = 20  # alternatives that a request may ask for; -1: all there are
+
     def __init__(self, model_config: LlamaConfig, tokenizer: Tokenizer, core: Any) -> None:
         """`core` has `check_request`, `add_request`, `abort_requests`, `step` and a scheduler."""
         self.model_config, self.tokenizer, self.core = model_config, tokenizer, core
@@ -177,6 +179,7 @@ class FrontEnd:
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, getattr(params, name) or ())
+        params = token_rules.limit_logprobs(params, self.max_logprobs, self.model_config.vocab_size)
         params = token_rules.update_from_tokenizer(params, self.tokenizer)
         stops = {*(params.stop_token_ids or ()), *self.model_config.eos_token_ids}
         if params.min_tokens and len(stops) == self.model_config.vocab_size:

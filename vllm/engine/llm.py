@@ -17,7 +17,7 @@ from engine.llm_engine import LLMEngine
 from engine.lora.config import LoRARequest
 from engine.model import folders, llama
 from engine.model.loader import find_dtype
-from engine.model.tokenizer import Tokenizer
+from engine.model.tokenizer import Tokenizer, read_tokenizer
 from engine.parallel.workers import start_workers
 from engine.quantization.loader import load_model
 from engine.quantization.methods import quantize_model
@@ -32,12 +32,13 @@ class LLM:
         self,
         model: str | llama.Llama | None = None,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | None = None,
         generation_config: str = "auto",
         override_generation_config: str | dict[str, Any] | None = None,
         **engine_args: Any,
     ) -> None:
-        """`model` is a folder, a hub id, None for the default model, or a loaded model together with its `tokenizer`.
+        """`model` is a folder, a hub id, None for the default model, or a loaded model together with its `tokenizer`,
+        which may be another one's folder or hub id.
 
         `generation_config` and `override_generation_config`: see `SamplingDefaults.of`; the rest are arguments of
         `EngineArgs`. Raises InputError.
@@ -121,18 +122,19 @@ class LLM:
 
 def make_llm_engine(
     model: str | llama.Llama | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | str | None = None,
     **engine_args: Any,
 ) -> LLMEngine:
     """The engine behind an `LLM`: loads the model unless it is loaded, here or on workers. Raises InputError."""
-    if isinstance(tokenizer, str):
-        raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a Tokenizer")
     loaded = isinstance(model, llama.Llama)
     args = EngineArgs.of_llm(model=None if loaded else model, **engine_args)
+    if isinstance(tokenizer, str):
+        args.tokenizer = tokenizer
+        tokenizer = read_tokenizer(tokenizer, None)
     if not loaded and args.has_workers:
         workers = start_workers(args, find_dtype(args.dtype))
         try:
-            tokenizer = tokenizer or Tokenizer(folders.model_folder(model))
+            tokenizer = tokenizer or read_tokenizer(None, args.model)
             return LLMEngine(workers.model, tokenizer, args, config=args.vllm_config(workers))
         except Exception:
             workers.executor.shutdown()
@@ -145,8 +147,12 @@ def make_llm_engine(
         if args.quantization is not None:
             model = quantize_model(model, args.quantization, tokenizer)
     else:
-        model, own = load_model(model, find_dtype(args.dtype), args.quantization, args.generation_config)
+        model, own = load_model(
+            model, find_dtype(args.dtype), args.quantization, args.generation_config, args.load_format
+        )
         tokenizer = tokenizer or own
+        if args.tokenizer is not None:
+            tokenizer.vocab_size = model.config.vocab_size
     return LLMEngine(model, tokenizer, args)
 
 

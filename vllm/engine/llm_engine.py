@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.assemble import make_core
 from engine.config import VllmConfig
-from engine.engine_args import EngineArgs
+from engine.engine_args import AUTO, EngineArgs
 from engine.front_end import FrontEnd, Prompt, RequestOutput
 from engine.lora.config import LoRARequest
 from engine.lora.manager import LoRAModelManager
@@ -44,11 +44,14 @@ class LLMEngine(FrontEnd):
         by default, as many as fit `kv_cache_bytes`, and at least enough for one sequence of `max_model_len`.
         Raises InputError.
         """
-        args = (args or EngineArgs.of_llm(**named)).filled_in("LLM", model.config)
-        config, limits = config or args.vllm_config(), args.scheduler_config()
-        num_blocks = args.num_gpu_blocks_override
+        args = args or EngineArgs.of_llm(**named)
+        auto, args = args.max_model_len == AUTO, args.filled_in("LLM", model.config)
+        config, num_blocks = config or args.vllm_config(), args.num_gpu_blocks_override
+        fitting = args.kv_cache_bytes // block_bytes(model, args.block_size, config.kv_cache_dtype)
+        if auto:
+            args.shorten(num_blocks - 1 if num_blocks else fitting)
+        limits = args.scheduler_config()
         if num_blocks is None:
-            fitting = args.kv_cache_bytes // block_bytes(model, args.block_size, config.kv_cache_dtype)
             num_blocks = 1 + max(fitting, -(-limits.max_model_len // args.block_size))
         self.model, self.config = model, config
         self.about: dict[str, Any] = {}  # what a start has found out
@@ -67,6 +70,7 @@ class LLMEngine(FrontEnd):
             seed=args.seed,
         )
         super().__init__(model.config, tokenizer, core)
+        self.max_logprobs = args.max_logprobs
 
     def add_request(
         self,

@@ -71,8 +71,8 @@ class SamplingParams:
             ("frequency_penalty", float, -2, 2),
             ("repetition_penalty", float, 0.01, 100),
             ("seed", int, -(2**63), 2**63 - 1),
-            ("logprobs", int, 0, 20),
-            ("prompt_logprobs", int, 0, 20),
+            ("logprobs", int, -1, math.inf),  # -1: of the whole vocabulary; `FrontEnd` knows how many are allowed
+            ("prompt_logprobs", int, -1, math.inf),
             ("max_tokens", int, 1, math.inf),
             ("min_tokens", int, 0, self.max_tokens or math.inf),
         ):

@@ -16,7 +16,7 @@ class GPU:
     """
 
     name: str
-    memory: float
+    memory: int
     bandwidth: float
     flops: float
 

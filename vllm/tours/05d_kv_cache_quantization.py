@@ -97,6 +97,8 @@ def level_of(code: int, fmt: KVFormat) -> float:
     """What a code of any format stands for before it is scaled."""
     if fmt.grid == "e4m3":
         return e4m3_value(code)
+    if fmt.grid == "e5m2":  # the upper half of an fp16 number
+        return float(np.array(code << 8, np.uint16).view(np.float16))
     if fmt.grid == "int8":
         return code - 256 * (code > 127)
     return lloyd_max(fmt.bits)[code] if fmt.grid == "lloyd" else code - (2**fmt.bits - 1) / 2

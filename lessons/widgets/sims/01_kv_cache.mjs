@@ -18,9 +18,9 @@ const MODELS = {
 
 // GiB, and a data sheet's bytes and operations per second.
 const GPUS = {
-  A10: { gib: 24, bandwidth: 600e9, flops: 125e12 },
-  H100: { gib: 80, bandwidth: 3350e9, flops: 989e12 },
-  MI300X: { gib: 192, bandwidth: 5300e9, flops: 1307e12 },
+  A10: { mib: 23028, bandwidth: 600e9, flops: 125e12 },
+  H100: { mib: 81559, bandwidth: 3350e9, flops: 989e12 },
+  MI300X: { mib: 196592, bandwidth: 5300e9, flops: 1307e12 },
 };
 const TICKS = 60; // of the clock on which the two runs race
 
@@ -40,9 +40,9 @@ function steps(prompt_len, max_tokens, cached) {
 export function simulate(params) {
   const { prompt, new_tokens, model, batch, gpu, restart_positions } = params;
   const { layers, width, elements, weights, W, head } = MODELS[model];
-  const { gib, bandwidth, flops: rate } = GPUS[gpu];
+  const { mib, bandwidth, flops: rate } = GPUS[gpu];
   const bytes_per_token = layers * elements * 2;
-  const usable_bytes = Math.floor((gib * 2 ** 30 * 92) / 100);
+  const usable_bytes = Math.floor((mib * 2 ** 20 * 92) / 100);
   const per_position = batch * bytes_per_token; // all requests are equal: one row number, `batch` rows
   const room = Math.max(0, Math.floor((usable_bytes - weights) / per_position));
   const fits = weights <= usable_bytes;
@@ -84,7 +84,7 @@ export function simulate(params) {
   }
   const whole = runs[0].us.length === new_tokens;
   return {
-    params, bytes_per_token, weight_bytes: weights, usable_bytes, gpu_bytes: gib * 2 ** 30, room, oom_step,
+    params, bytes_per_token, weight_bytes: weights, usable_bytes, gpu_bytes: mib * 2 ** 20, room, oom_step,
     with: runs[0], without: runs[1], took,
     times: whole ? Math.floor((2 * took[1] + took[0]) / (2 * took[0])) : 0,
     clock, cache_bytes: clock.map(([, done]) => (done > 0 ? (prompt + done - 1) * per_position : 0)),

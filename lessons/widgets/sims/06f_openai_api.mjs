@@ -90,7 +90,7 @@ function stations({ key, field, prompt, inside }) {
     return null;
   }
 
-  const long = `the body has more than ${comma(MAX_BODY_BYTES)} bytes`;
+  const long = `the body has more than ${comma(MAX_BODY_BYTES)} bytes (the server's --max-body-bytes)`;
   const full = `the server is full: ${inside} sequences of max_num_queued_reqs ${MAX_INSIDE} are inside`;
   const checks = {
     key: () => (key === KEY ? null : refusal(401, "Unauthorized: send the header Authorization: Bearer <api key>")),

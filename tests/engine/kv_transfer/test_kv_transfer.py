@@ -2242,7 +2242,9 @@ def test_who_may_not_read_the_cache_does_not_read_the_store(folder, tiny_model, 
      ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "hope"}', "recompute"),
      ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"lease": 3}}', "lease"),
      ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"port": 1}}', "retries"),
-     ('{"kv_connector": "StoreConnector", "kv_role": "kv_both"}', "folder")],
+     ('{"kv_connector": "StoreConnector", "kv_role": "kv_both"}', "folder"),
+     ('{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"disk_bytes": 1}}',
+      "a folder, or cpu_bytes alone")],
 )  # fmt: skip
 def test_configurations_are_checked(text, word):
     with pytest.raises(common.InputError, match=word):

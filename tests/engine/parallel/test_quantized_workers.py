@@ -41,7 +41,9 @@ from support.worker_engines import LIMITS, engine_on
 # Inputs of every layer are whole groups of 64 on up to four ranks.
 SIZES = dict(seed=3, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, hidden_size=128,
              intermediate_size=256, vocab_size=131)  # fmt: skip
-ROUNDED = [name for name in METHODS if name not in (*CALIBRATED, "gguf", "torchao")]
+# Shards of a matrix with one scale have one each: only whole layers are rounded as one process rounds them.
+PER_TENSOR = [name for name in METHODS if METHOD_OF[name].algorithm == "per_tensor"]
+ROUNDED = [name for name in METHODS if name not in (*CALIBRATED, *PER_TENSOR, "gguf", "torchao")]
 
 
 def serve(source, tp, pp, method=None):
@@ -146,7 +148,7 @@ def rounded(method, tp, pp):
 
 
 LAYOUTS = [(2, 1), (1, 3), (4, 2)]
-FAST = [*((method, 2, 1) for method in ROUNDED), ("int8", 1, 3), ("int4", 4, 2)]
+FAST = [*((method, 2, 1) for method in ROUNDED), ("int8", 1, 3), ("int4", 4, 2), ("fp8_per_tensor", 1, 3)]
 SLOW = [pytest.param(method, *layout, marks=pytest.mark.slow)
         for method in ROUNDED for layout in LAYOUTS if (method, *layout) not in FAST]  # fmt: skip
 

@@ -831,6 +831,23 @@ def test_windows_attend_to_themselves_alone(small_model):
     assert_close(both, torch.cat(apart))
 
 
+def test_fp8_per_tensor_has_one_scale(small_model):
+    """As vLLM's; and `fp8` is its older name. What one scale costs shows where rows differ in size."""
+    W = torch.randn(96, 64) * torch.logspace(-3, 0, 96)[:, None]
+    whole, rows = algorithms.per_tensor(W, FORMATS["fp8"]), rtn(W, FORMATS["fp8"])
+    assert len(set(whole.scale.flatten().tolist())) == 1 and whole.scale.shape == rows.scale.shape
+    assert whole.scale[0, 0] == W.abs().max() / 448 == rows.scale.max()
+    kind = torch.float8_e4m3fn
+    assert torch.equal(whole.codes.view(kind).float(), (W / whole.scale[0, 0]).to(kind).float())
+    small = slice(0, 32)
+    assert common.relative_error(whole.dequantize()[small], W[small]) > common.relative_error(rows.dequantize()[small],
+                                                                                         W[small])  # fmt: skip
+    found = [logits_of(methods.quantize_model(small_model, name)) for name in ("fp8", "fp8_per_tensor")]
+    assert torch.equal(*found)
+    layer = methods.quantize_model(small_model, "fp8").linear["layers.0.qkv_proj"]
+    assert layer.grid == "fp8" and not layer.per_tensor, "activations have a scale per token"
+
+
 @pytest.mark.parametrize("method", ["int4", "fp8_per_channel"])
 def test_a_models_decode_step_runs_the_kernels(method, small_model, kernels):
     quantized = methods.quantize_model(small_model, method)

@@ -558,3 +558,18 @@ def test_nobody_names_another_context_than_the_engines():
     assert TokenizeParams.of(9, {"truncate_prompt_tokens": 3}) == TokenizeParams(9, 3)
     with pytest.raises(common.InputError, match=r"allowed: truncate_prompt_tokens, truncation_side$"):
         TokenizeParams.of(9, {"max_total_tokens": 3})
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_how_many_log_probabilities_a_request_may_ask_for(name):
+    """-1 asks for all; the API's side does not know how many those are."""
+
+    def limited(wanted, most, **about):
+        return getattr(lesson.limit_logprobs(SamplingParams(**{name: wanted}), most, **about), name)
+
+    assert [limited(n, 20, vocab_size=128) for n in (None, 0, 20)] == [None, 0, 20]
+    assert limited(-1, -1, vocab_size=128) == 128 == limited(-1, 200, vocab_size=128) and limited(-1, -1) == -1
+    assert limited(500, -1, vocab_size=128) == 500, "there are fewer: the sampler has what there is"
+    for wanted, most, about in ((21, 20, {}), (-1, 20, {"vocab_size": 128}), (-1, 20, {}), (1, 0, {})):
+        with pytest.raises(common.InputError, match=f"^{name} {wanted}: must be a whole number from 0 to {most} "):
+            limited(wanted, most, **about)

@@ -51,6 +51,7 @@ def test_nobody_holds_the_door_open_after_the_signal():
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, signal, types
 from engine.serving import api_servers as group
+from engine.serving.frontend_args import FrontendArgs
 fork = multiprocessing.get_context("fork")
 group.multiprocessing = types.SimpleNamespace(get_context=lambda kind: fork, connection=multiprocessing.connection,
                                               parent_process=multiprocessing.parent_process)
@@ -71,7 +72,8 @@ async def run_server(args, sock, say, **about):
 
 group.run_server = run_server
 args = types.SimpleNamespace(api_server_count=2, data_parallel_size=1)
-group.run_api_servers(None, args, dict(host="127.0.0.1", port=0, shutdown_timeout=60))
+group.run_api_servers(None, args, dict(host="127.0.0.1", port=0, shutdown_timeout=60,
+                                       frontend=FrontendArgs()))
 """
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

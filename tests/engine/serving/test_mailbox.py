@@ -50,8 +50,8 @@ def test_receive_waits_only_if_it_is_asked_to():
     with ours, theirs:
         mailbox = Mailbox(theirs)
         assert mailbox.receive(0) == []
-        threading.Timer(0.05, lambda: ours.sendall(frame("late"))).start()
         start = time.perf_counter()
+        threading.Timer(0.05, lambda: ours.sendall(frame("late"))).start()
         assert mailbox.receive(None) == ["late"] and time.perf_counter() - start > 0.04
 
 

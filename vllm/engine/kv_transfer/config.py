@@ -66,8 +66,8 @@ class KVTransferConfig:
             right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
             if not right or (kind is not str and not 0 <= value < 1 << 50):
                 raise common.InputError(f"kv_connector_extra_config: {name} {value!r}: must be a {kind.__name__}")
-        if self.kv_connector == "StoreConnector" and not self.extra("folder", ""):
-            raise common.InputError("kv_connector_extra_config: StoreConnector needs a folder")
+        if self.kv_connector == "StoreConnector" and not self.extra("folder", "") and not self.is_private:
+            raise common.InputError("kv_connector_extra_config: StoreConnector needs a folder, or cpu_bytes alone")
 
     @classmethod
     def from_json(cls, text: str | dict[str, Any]) -> KVTransferConfig:
@@ -85,6 +85,11 @@ class KVTransferConfig:
 
     def extra(self, name: str, default: Any) -> Any:
         return self.kv_connector_extra_config.get(name, default)
+
+    @property
+    def is_private(self) -> bool:
+        """Is it a store in this engine's memory, and nobody else's?"""
+        return self.kv_connector == "StoreConnector" and self.kv_connector_extra_config.keys() == {"cpu_bytes"}
 
     def port_of(self, rank: int) -> int:
         """Where the r-th rank of all engines listens. Whoever only fetches listens nowhere; 0 is any port."""

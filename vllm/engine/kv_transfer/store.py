@@ -11,10 +11,13 @@ import common  # first: it settles the device before torch is used
 import contextlib
 import hashlib
 import os
+import re
 import secrets
+import shutil
 import struct
 import time
 import warnings
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,12 +129,19 @@ class KVStore:
 
     HEADER = struct.Struct("<II")  # of each layer: bytes and CRC
 
-    def __init__(self, folder: str | Path, cpu_bytes: int, disk_bytes: int = 0, num_layers: int = 1) -> None:
-        """`folder` names the store: engines that name the same one share it."""
-        tag = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
-        self.disk = Tier(Path(folder), disk_bytes) if disk_bytes else None
+    def __init__(self, folder: str | Path | None, cpu_bytes: int, disk_bytes: int = 0, num_layers: int = 1) -> None:
+        """`folder` names the store: engines that name the same one share it. Without one it is this process's, in
+        memory alone, and goes with it: `remove_private_stores` if that was killed."""
+        self.disk = Tier(Path(folder), disk_bytes) if folder and disk_bytes else None
         demote = self._demote if self.disk else os.unlink
+        if folder:
+            tag = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
+        else:
+            remove_private_stores()
+            tag = f"of-{os.getpid()}-{secrets.token_hex(4)}"
         self.cpu = Tier(SHM / f"kvstore-{tag}", cpu_bytes, demote)
+        if not folder:
+            weakref.finalize(self, shutil.rmtree, self.cpu.folder, ignore_errors=True)
         self.num_layers = num_layers
         self.stats: Counter[str] = Counter()
 
@@ -186,3 +196,17 @@ class KVStore:
                 tier.discard(path)
             with contextlib.suppress(OSError):
                 tier.folder.rmdir()
+
+
+def remove_private_stores(pid: int | None = None) -> None:
+    """Those of a process that is about to end, or by default of all that were killed. If one of these is alive, in a
+    container whose processes we cannot see, it finds less than it stored."""
+    for path in SHM.glob("kvstore-of-*"):
+        if owner := re.fullmatch(r"kvstore-of-(\d+)-[0-9a-f]{8}", path.name):
+            with contextlib.suppress(OSError, OverflowError):
+                try:
+                    gone = int(owner[1]) == pid if pid else os.kill(int(owner[1]), 0)
+                except ProcessLookupError:
+                    gone = True
+                if gone:
+                    shutil.rmtree(path, ignore_errors=True)

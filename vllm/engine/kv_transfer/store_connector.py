@@ -45,7 +45,7 @@ class StoreConnector(KVConnectorBase):
         """Opens the store; its keys begin with layout, block size and rank: others' bytes are no hit."""
         super().register_kv_caches(layers, model)
         self.store = KVStore(
-            self.config.extra("folder", ""),
+            self.config.extra("folder", None),
             self.config.extra("cpu_bytes", 1 << 30),
             self.config.extra("disk_bytes", 0),
             len(layers),

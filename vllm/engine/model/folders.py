@@ -25,7 +25,7 @@ from engine.model import gguf_files
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 
-def model_folder(path_or_id: str | None = None) -> Path:
+def model_folder(path_or_id: str | None = None, flag: str = "--model") -> Path:
     """Resolve `--model`: None (default model), a local folder, or a hub id (its local cache, else the network)."""
     if path_or_id is None:
         return _default_folder()
@@ -35,7 +35,7 @@ def model_folder(path_or_id: str | None = None) -> Path:
     parts = path_or_id.split("/")
     if os.path.exists(folder) or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
         raise common.InputError(
-            f"--model {path_or_id}: not a folder; allowed: a local Llama folder or a hub id (owner/name)"
+            f"{flag} {path_or_id}: not a folder; allowed: a local Llama folder or a hub id (owner/name)"
         )
     from huggingface_hub import snapshot_download
 
@@ -43,7 +43,7 @@ def model_folder(path_or_id: str | None = None) -> Path:
     for offline in (True, False):
         with contextlib.suppress(Exception):  # not cached, no such id, no network: one line below says what to do
             return Path(snapshot_download(path_or_id, allow_patterns=wanted, local_files_only=offline))
-    raise common.InputError(f"--model {path_or_id}: not a local folder, and no hub could deliver it")
+    raise common.InputError(f"{flag} {path_or_id}: not a local folder, and no hub could deliver it")
 
 
 def cache_folder() -> Path:

@@ -14,6 +14,7 @@ import torch
 
 from engine.model import folders
 from engine.model.config import LlamaConfig
+from engine.model.dummy_weights import dummy_weights
 from engine.model.llama import Llama
 from engine.model.tokenizer import Tokenizer
 from engine.model.weights import open_weights
@@ -24,14 +25,17 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     generation_config: str = "auto",
+    load_format: str = "auto",
 ) -> tuple[Llama, Tokenizer]:
-    """Model and tokenizer from a local folder or hub id; None is the default model, prepared on first use."""
+    """Model and tokenizer from a local folder or hub id; None is the default model, prepared on first use. With
+    `load_format` "dummy", no weights are read."""
     folder = folders.model_folder(path_or_id)
     config = LlamaConfig.from_folder(folder, generation_config=generation_config)
     tokenizer = Tokenizer(folder)
     tokenizer.vocab_size = config.vocab_size
     with contextlib.ExitStack() as stack:
-        return Llama(config, open_weights(folder, stack), dtype, device), tokenizer
+        weights = dummy_weights(config) if load_format == "dummy" else open_weights(folder, stack)
+        return Llama(config, weights, dtype, device), tokenizer
 
 
 def check_context(path_or_id: str | None, tokens: int) -> LlamaConfig:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.model import folders
 from engine.model.chat_template import compiled, read_chat_templates
 from engine.model.folders import read_json
 
@@ -124,6 +125,12 @@ class Tokenizer:
                 f"chat template: this model has {', '.join(sorted(self.chat_template))}, and no default"
             )
         return self.chat_template[name]
+
+
+def read_tokenizer(path_or_id: str | None, model: str | None) -> Tokenizer:
+    """That of `--tokenizer`, or else that of `--model`. Raises InputError."""
+    own = path_or_id is None
+    return Tokenizer(folders.model_folder(model) if own else folders.model_folder(path_or_id, "--tokenizer"))
 
 
 CLASS_TOKENS = {  # what tokenizers of these classes have without saying so

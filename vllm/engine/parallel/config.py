@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from engine.model.config import LlamaConfig
 from engine.parallel.sharding import check_tensor_parallel_size
 
-BACKENDS = ("uni", "mp", "ray")
-
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from engine.distributed.group import GroupCoordinator, new_group
 from engine.model import folders, llama, weights
 from engine.model.config import LlamaConfig
+from engine.model.dummy_weights import dummy_weights
 from engine.model.packed_linear import pack_weights
 from engine.parallel.config import ParallelConfig, get_pp_indices
 from engine.parallel.model import TensorParallelLlama, map_local
 from engine.parallel.shards import Tensors, model_tensors, shard_tensor
 from engine.quantization.checkpoints import checkpoint_tensors, on_codes
 from engine.quantization.gguf_codes import gguf_codes
-from engine.quantization.loader import stored_quantization
+from engine.quantization.loader import check_load_format, stored_quantization
 from engine.quantization.methods import CALIBRATED, quantize_model
 from engine.seams import Attend
 
@@ -155,8 +156,13 @@ def shard_codes(codes: dict[str, Any], config: LlamaConfig, tp: GroupCoordinator
 
 
 @contextlib.contextmanager
-def whole_weights(
-    source: str | dict | None, dtype: torch.dtype, device: torch.device, quantization: str | None, generation: str
+def whole_weights(  # noqa: PLR0913  what a worker is told about its model
+    source: str | dict | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None,
+    generation: str,
+    load_format: str,
 ) -> Iterator[tuple[LlamaConfig, Tensors, dict[str, Any]]]:
     """The config of the whole model, its weights by name, mapped while this lasts, and matrices that are codes."""
     if isinstance(source, dict):
@@ -166,8 +172,9 @@ def whole_weights(
     folder = folders.model_folder(source)
     config, codes = LlamaConfig.from_folder(folder, True, generation), {}
     with contextlib.ExitStack() as stack:
-        tensors = weights.open_weights(folder, stack)
-        if stored_quantization(folder, quantization):
+        tensors = dummy_weights(config) if load_format == "dummy" else weights.open_weights(folder, stack)
+        if stored := stored_quantization(folder, quantization):
+            check_load_format(load_format, stored)
             tensors, codes = checkpoint_tensors(folder, tensors)
         elif quantization == "gguf":
             codes = gguf_codes(config)
@@ -182,6 +189,7 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     quantization: str | None = None,
     embeds_last: bool = False,
     generation_config: str = "auto",
+    load_format: str = "auto",
 ) -> PipelineStage:
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
@@ -191,7 +199,8 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     file has are cut; otherwise a rank quantizes what it owns, so where inputs are divided an output has a scale on each
     rank.
     """
-    with whole_weights(source, dtype, tp.device, quantization, generation_config) as (config, tensors, codes):
+    about = (source, dtype, tp.device, quantization, generation_config, load_format)
+    with whole_weights(*about) as (config, tensors, codes):
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         shapes, embeds_last = llama.tensor_shapes(config), embeds_last or config.tie_word_embeddings
         embeds = {

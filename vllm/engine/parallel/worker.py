@@ -18,8 +18,7 @@ import torch
 from engine.config import SchedulerConfig, VllmConfig
 from engine.distributed.group import GroupCoordinator
 from engine.lora.lora_model import LoRAModel
-from engine.model import folders
-from engine.model.tokenizer import Tokenizer
+from engine.model.tokenizer import read_tokenizer
 from engine.output import KVConnectorMetadata, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from engine.parallel.adapters import WorkerAdapters, shard_adapter
 from engine.parallel.config import ParallelConfig
@@ -45,6 +44,8 @@ class WorkerSpec:
     quantization: str | None = None
     embeds_last: bool = False  # a drafter on the last stage looks tokens up
     generation_config: str = "auto"  # whose tokens end an answer
+    tokenizer: str | None = None  # whose, if not the model's
+    load_format: str = "auto"
 
 
 class Worker:
@@ -63,7 +64,14 @@ class Worker:
     def _load(self) -> Any:
         spec = self.spec
         return load_stage(
-            spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last, spec.generation_config
+            spec.model,
+            spec.dtype,
+            self.tp,
+            self.pp,
+            spec.quantization,
+            spec.embeds_last,
+            spec.generation_config,
+            spec.load_format,
         )
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:
@@ -108,8 +116,8 @@ class Worker:
         self.sleeper.wake_up(tags)
 
     def _grammar(self) -> GuidedDecoding:
-        folder = folders.model_folder(self.spec.model if isinstance(self.spec.model, str) else None)
-        return GuidedDecoding(Tokenizer(folder), self.model.config)
+        model = self.spec.model if isinstance(self.spec.model, str) else None
+        return GuidedDecoding(read_tokenizer(self.spec.tokenizer, model), self.model.config)
 
     def execute_model(self, message: StepMessage, meta: KVConnectorMetadata | None = None) -> ModelRunnerOutput:
         """Bring the copies up to date and run the step, with a connector's orders if there are any. What comes of it is

@@ -65,6 +65,8 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         quantization=args.quantization,
         embeds_last=args.speculation is not None and args.speculation.method in ("draft_model", "eagle"),
         generation_config=args.generation_config,
+        tokenizer=args.tokenizer,
+        load_format=args.load_format,
     )
     executor.collective_rpc("load_model", spec)
     parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())

@@ -26,6 +26,13 @@ def rtn(W: torch.Tensor, format: Format) -> Quantized:
     return _with_codes(choose_scales(W, format), W)
 
 
+def per_tensor(W: torch.Tensor, format: Format) -> Quantized:
+    """The same with the largest of the scales for all rows, as vLLM's fp8_per_tensor has it."""
+    found = choose_scales(W, format)
+    found.scale = found.scale.amax().expand_as(found.scale).contiguous()
+    return _with_codes(found, W)
+
+
 def _with_codes(found: Quantized, W: torch.Tensor, nudge: torch.Tensor | float = 0.0) -> Quantized:
     groups = found.scale.shape[1]
     zero = None if found.zero is None else found.zero[..., None]

@@ -48,6 +48,7 @@ class KVFormat:
 
     | grid    | level(code)                       | scale, mid                                                       |
     | e4m3    | the E4M3 value of the byte        | per vector: max |x| / 448 (fp32); or one per head and layer      |
+    | e5m2    | the E5M2 value of the byte        | one per head and layer                                           |
     | int8    | −127 … 127                        | max |x| / 127 (fp32)                                             |
     | uniform | code − (2^bits − 1) / 2           | (max − min) / (2^bits − 1), (max + min) / 2 (both fp16)          |
     | lloyd   | Lloyd-Max level of N(0, 1)        | what gives x̂ the length of x (fp32)                              |
@@ -63,6 +64,7 @@ class KVFormat:
 FORMATS = {
     "fp8": KVFormat(8, "e4m3", per_token=False),
     "fp8_e4m3": KVFormat(8, "e4m3", per_token=False),  # vLLM's longer name for it
+    "fp8_e5m2": KVFormat(8, "e5m2", per_token=False),  # a bit more of exponent, one less of mantissa
     "fp8_per_token_head": KVFormat(8, "e4m3"),
     "int8_per_token_head": KVFormat(8, "int8"),
     **{f"int{b}_per_token_head": KVFormat(b, "uniform", rotate=True) for b in (4, 3, 2)},
@@ -70,6 +72,7 @@ FORMATS = {
     **{f"int{b}_plain": KVFormat(b, "uniform") for b in (4, 3, 2)},
     "kivi_2bit": KVFormat(2, "uniform", key_channels=True),
 }
+FLOATS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}  # type, largest finite value
 KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *FORMATS)  # what --kv-cache-dtype accepts
 
 
@@ -147,7 +150,7 @@ def quantize(x: torch.Tensor, fmt: KVFormat, head_scale: torch.Tensor | None = N
     """Codes uint8 [..., D], scale and mid fp32 [..., 1] of each vector x [..., D] (already rotated, if it must be).
 
     All arithmetic is fp32, every division and rounding the nearest, ties to even. `head_scale` is broadcast to x and
-    replaces the scale per vector where the format has none. NaN stays NaN in e4m3 alone.
+    replaces the scale per vector where the format has none. NaN stays NaN in e4m3 and e5m2 alone.
     """
     x = x.float()
     top = 2**fmt.bits - 1
@@ -168,12 +171,15 @@ def quantize(x: torch.Tensor, fmt: KVFormat, head_scale: torch.Tensor | None = N
     if fmt.grid == "int8":
         scale = largest / 127
         return (x / scale).clamp(-127, 127).round().to(torch.int8).view(torch.uint8), scale, None
-    scale = largest / 448 if fmt.per_token or head_scale is None else head_scale
-    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scale, None
+    dtype, most = FLOATS[fmt.grid]
+    scale = largest / most if fmt.per_token or head_scale is None else head_scale
+    return (x / scale).clamp(-most, most).to(dtype).view(torch.uint8), scale, None
 
 
 def levels_of(codes: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """What each code stands for before scaling, in fp32. Shape as given."""
+    if fmt.grid == "e5m2":  # the upper half of an fp16 number
+        return codes.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
     if fmt.grid == "e4m3" and (codes.is_cuda or (codes & 127).max() == 127):
         return codes.view(torch.float8_e4m3fn).float()
     if fmt.grid == "e4m3":  # without NaN, the bits of an fp16 number, as in decode_e4m3; on a CPU much faster

@@ -36,6 +36,7 @@ if common.HAS_TRITON:
 # order; a product over channels does not mind if q has the same one, and the output is stored where it belongs.
 #
 # Decoding E4M3: its exponent and mantissa are those of an fp16 number with a bias of 7 instead of 15: shift, times 2^8.
+# E5M2 is the upper half of an fp16 number.
 
 
 @triton.jit
@@ -50,12 +51,17 @@ def decode_e4m3(byte, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def decode_e5m2(byte):
+    return (byte.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def channels(GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
     """[D_PAD]: the channel that `load_levels` has in each column; D where it has none."""
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     c = tl.arange(0, D_PAD)
     word, field = c * WIDTH // 32, c % (32 // WIDTH)
-    if GRID != "e4m3":  # one from the lower half of the word, one from the upper
+    if GRID != "e4m3" and GRID != "e5m2":  # one from the lower half of the word, one from the upper
         field = c % 2 * (16 // WIDTH) + field // 2
     byte, PLANE = word * 4 + field * WIDTH // 8, D * WIDTH // 8
     return tl.where(byte < PLANE, field % (8 // WIDTH) * PLANE + byte, D)
@@ -75,10 +81,10 @@ def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: t
         word = tl.zeros((base.shape[0], D_PAD * WIDTH // 32), tl.int32)
         for n in tl.static_range(4):
             word |= tl.load(base + 4 * i + n).to(tl.int32) << 8 * n
-    if GRID == "e4m3":
+    if GRID == "e4m3" or GRID == "e5m2":
         word = tl.join(word, word >> 16)
         code = tl.join(word.to(tl.uint8), (word >> 8).to(tl.uint8)).reshape(base.shape[0], D_PAD)
-        x = decode_e4m3(code, NATIVE)
+        x = decode_e4m3(code, NATIVE) if GRID == "e4m3" else decode_e5m2(code)
     else:
         if GRID == "int8":
             word ^= -0x7F7F7F80  # 0x80808080: from 0 on, not from −128
@@ -133,7 +139,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     if INTEGER and not KEY_CHANNELS:
         q_tile = (q_tile * LIFT).to(q_tile.dtype)
     if not PER_TOKEN:
-        if q_tile.dtype == tl.bfloat16:  # E4M3 becomes fp16 by one instruction, so q does, too: the largest is 1
+        if q_tile.dtype == tl.bfloat16:  # 8 bits become fp16 by one instruction, so q does, too: the largest is 1
             largest = tl.maximum(tl.max(tl.abs(q_tile.to(tl.float32)), 1), 1e-30)
             q_tile = (q_tile.to(tl.float32) / largest[:, None]).to(tl.float16)
             q_scale *= largest

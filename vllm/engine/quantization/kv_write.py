@@ -22,6 +22,7 @@ from engine.quantization.kv_codes import PLANES, KVFormat, PageLayout, as_bytes,
 # Encoding: an fp32 number keeps 3 of its 23 mantissa bits. Add half of what falls away, less one bit unless the last
 # kept bit is odd: a carry runs into the exponent as it should. Subtract 120 from the exponent: its bias is 127, not 7.
 # Below 2^−6 the values are multiples of 2^−9, and adding 2^14 leaves a sum whose last bit is worth exactly that.
+# E5M2 keeps 2 bits, and its exponent is 112 less; below 2^−14 its values are multiples of 2^−16.
 
 
 @triton.jit
@@ -35,6 +36,16 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def encode_e5m2(x):
+    a = tl.minimum(tl.abs(x), 57344.0)
+    bits = a.to(tl.int32, bitcast=True)
+    normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - 448  # 448 = 112 · 4
+    small = (a + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(x == x, tl.where(a < 6.103515625e-05, small, normal) | sign, 0x7F)
+
+
+@triton.jit
 def round_to_int(x):
     """fp32 |x| < 2^22, nearest, ties to even: 1.5 · 2^23 leaves no bit for a fraction."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
@@ -45,6 +56,8 @@ def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
     """Codes (int32) of x, given what scales it."""
     if GRID == "e4m3":
         return encode_e4m3(tl.div_rn(x, scale))
+    if GRID == "e5m2":
+        return encode_e5m2(tl.div_rn(x, scale))
     y = tl.div_rn(x - mid, scale)
     if GRID == "int8":
         return round_to_int(tl.clamp(y, -127.0, 127.0)) & 255

@@ -26,14 +26,25 @@ def stored_quantization(folder: Path, asked: str | None) -> str | None:
     return stored
 
 
+def check_load_format(load_format: str, stored: str) -> None:
+    """Raises InputError for codes at random, of which nobody knows what they mean."""
+    if load_format == "dummy":
+        raise common.InputError(f"load_format 'dummy': not for a folder whose weights are {stored}")
+
+
 def load_model(
-    path_or_id: str | None, dtype: torch.dtype, quantization: str | None, generation_config: str = "auto"
+    path_or_id: str | None,
+    dtype: torch.dtype,
+    quantization: str | None,
+    generation_config: str = "auto",
+    load_format: str = "auto",
 ) -> tuple[llama.Llama, Tokenizer]:
     """Float weights as they are or quantized here; or weights that are codes already, and whose folder says which."""
     folder = folders.model_folder(path_or_id)
-    if stored_quantization(folder, quantization):
+    if stored := stored_quantization(folder, quantization):
+        check_load_format(load_format, stored)
         return load_checkpoint(folder, dtype, generation_config), Tokenizer(folder)
-    model, tokenizer = loader.load(path_or_id, dtype, generation_config=generation_config)
+    model, tokenizer = loader.load(path_or_id, dtype, generation_config=generation_config, load_format=load_format)
     if quantization is not None:
         model = quantize_model(model, quantization, tokenizer)
     return model, tokenizer

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from engine.model import llama
 from engine.model.tokenizer import Tokenizer
-from engine.quantization.algorithms import autoround, awq, gptq, rtn, smoothquant
+from engine.quantization.algorithms import autoround, awq, gptq, per_tensor, rtn, smoothquant
 from engine.quantization.calibration import record, window_attention, windows
 from engine.quantization.checkpoints import on_codes
 from engine.quantization.formats import FORMATS, Quantized
@@ -28,7 +28,7 @@ from engine.quantization.linear import QuantizedLinear, W8A8Linear
 
 
 class Method(NamedTuple):
-    """How a model is rounded: a name of `FORMATS` and an algorithm (rtn, awq, autoround, gptq)."""
+    """How a model is rounded: a name of `FORMATS` and an algorithm (rtn, per_tensor, awq, autoround, gptq)."""
 
     format: str
     algorithm: str = "rtn"
@@ -38,9 +38,11 @@ class Method(NamedTuple):
 
 # What `--quantization` accepts. The names are vLLM's where it has them; but gptq and awq quantize here and now, while
 # vLLM only loads what others quantized (as `load_checkpoint` does), and our MX formats leave the activations alone.
+# Its fp8 once did what fp8_per_tensor does today; a shard of a matrix has a scale of its own here, not all ranks' one.
 METHOD_OF = {
     "int8_per_channel_weight_only": Method("int8"), "int8": Method("int8", activations="int8"),
     "smoothquant": Method("int8", "smoothquant", "int8"), "fp8_per_channel": Method("fp8", activations="fp8"),
+    "fp8_per_tensor": Method("fp8", "per_tensor", "fp8"), "fp8": Method("fp8", "per_tensor", "fp8"),
     "mxfp8": Method("mxfp8"), "mxfp4": Method("mxfp4"), "int4": Method("int4-g64"),
     "gptq": Method("int4-g64", "gptq"), "awq": Method("int4-g64", "awq"), "autoround": Method("int4-g64", "autoround"),
     "gguf": Method("q4_1", "gguf"), "torchao": Method("int8", "torchao"),
@@ -65,6 +67,8 @@ def quantize_layer(
         input_scale = input_scale.to(device)
     elif method.algorithm == "autoround":
         quantized = autoround(W, few, f)
+    elif method.algorithm == "per_tensor":
+        quantized = per_tensor(W, f)
     else:
         smooth = smoothquant(W, inputs) if method.algorithm == "smoothquant" else None
         quantized = rtn(W if smooth is None else W * smooth, f)

@@ -190,3 +190,16 @@ def rule_out(logits: torch.Tensor, states: Sequence[Wishes]) -> None:
 def _keep(z: torch.Tensor, left: torch.Tensor) -> None:
     """`left` in place of z [vocab], unless nothing is or z has NaN or +∞; without asking the device."""
     z.copy_(torch.where((left.amax() > -math.inf) & (z.amax() < math.inf), left, z))
+
+
+def limit_logprobs(params: SamplingParams, max_logprobs: int, vocab_size: float = math.inf) -> SamplingParams:
+    """With the size of the vocabulary, if that is known, where it asks for all log probabilities. Raises InputError for
+    more of them than `max_logprobs`, which is -1 if any number is allowed."""
+    most = math.inf if max_logprobs == -1 else max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and (vocab_size if wanted == -1 else wanted) > most:
+            raise common.InputError(f"{name} {wanted}: must be a whole number from 0 to {most} (max_logprobs)")
+        if wanted == -1 and vocab_size < math.inf:
+            params = replace(params, **{name: int(vocab_size)})
+    return params

@@ -19,8 +19,8 @@ from typing import Any
 from engine.serving.core_proc import Factory
 from engine.serving.engine_group import EngineGroup, make_client
 from engine.serving.rendezvous import accept_engines
-from engine.serving.server import run_server
-from engine.serving.sockets import bind
+from engine.serving.server import bind_as, run_server
+from engine.serving.sockets import unbind_path
 
 
 def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
@@ -29,7 +29,8 @@ def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
     One event loop tokenizes, detokenizes and writes JSON for everybody; several divide that. If one of them or an
     engine dies, all end: half a service is harder to notice than none. Returns the exit code.
     """
-    sock = bind(server["host"], server["port"])
+    frontend = server["frontend"]
+    sock = bind_as(frontend, server["host"], server["port"])
     count, context = args.api_server_count, multiprocessing.get_context("spawn")
     group = EngineGroup(factory, args, args.data_parallel_size, count, accept_engines(args, count))
     servers, pipes, stopping = [], [], threading.Event()
@@ -72,6 +73,8 @@ def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
                 process.kill()
                 process.join()
         group.join()
+        if frontend.uds:
+            unbind_path(frontend.uds)
     return 1 if died else max(abs(process.exitcode) for process in servers)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.front_end import Prompt, RequestOutput
 from engine.model.config import LlamaConfig
-from engine.model.tokenizer import Tokenizer
+from engine.model.tokenizer import Tokenizer, read_tokenizer
 from engine.request import PoolingParams, SamplingParams
 from engine.sampling.defaults import SamplingDefaults
 from engine.serving.admission import AdmissionControl
@@ -79,12 +79,15 @@ class AsyncLLM:
             config = LlamaConfig.from_folder(folder, True, source)
             override = getattr(args, "override_generation_config", None)
             defaults = SamplingDefaults.of(folder, source, override)
-            tokenizer = Tokenizer(folder)
+            own = getattr(args, "tokenizer", None)
+            tokenizer = Tokenizer(folder) if own is None else read_tokenizer(own, None)
             while not isinstance(letter := await client.receive(), EngineCoreReady):
                 if isinstance(letter, Dead):
                     raise (common.InputError if letter.bad_input else EngineDeadError)(letter.error)
                 on_progress(letter.text)
-            llm = cls(client, letter, FrontEnd(config, tokenizer, client.send, letter.max_model_len), **options)
+            front = FrontEnd(config, tokenizer, client.send, letter.max_model_len)
+            front.max_logprobs = getattr(args, "max_logprobs", front.max_logprobs)
+            llm = cls(client, letter, front, **options)
             llm.sampling_defaults = defaults
             return llm
         except BaseException:

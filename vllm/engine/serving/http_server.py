@@ -22,10 +22,14 @@ class HTTPServer(uvicorn.Server):
 
 
 def make_http_server(
-    app: Any, shutdown_timeout: int, log_level: str = "warning", access_log: bool = False
+    app: Any,
+    shutdown_timeout: int,
+    log_level: str = "warning",
+    access_log: bool = False,
+    tls: dict[str, Any] | None = None,
 ) -> HTTPServer:
     """It stops that many seconds after it was told to, with connections open or not. An access log has a line for each
-    request, from the level "info" on."""
+    request, from the level "info" on. `tls`: `FrontendArgs.tls`."""
     return HTTPServer(
         uvicorn.Config(
             app,
@@ -33,5 +37,6 @@ def make_http_server(
             access_log=access_log,
             lifespan="off",
             timeout_graceful_shutdown=shutdown_timeout,
+            **(tls or {}),
         )
     )

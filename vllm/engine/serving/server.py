@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from engine.engine_args import EngineArgs
+from engine.kv_transfer.store import remove_private_stores
 from engine.model import folders
 from engine.sampling.pooler import PoolerConfig
 from engine.serving import metrics
@@ -35,7 +36,7 @@ from engine.serving.log_stats import LoggingStatLogger
 from engine.serving.logger import start_logging
 from engine.serving.openai.pooling import trained_dimensions
 from engine.serving.openai.serving import VERSION, OpenAIServing
-from engine.serving.sockets import bind
+from engine.serving.sockets import bind, bind_path, unbind_path
 from engine.serving.start import make_engine
 
 LOG_STATS_INTERVAL = 10.0  # seconds
@@ -59,8 +60,8 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     from engine.serving.http_server import make_http_server
     from engine.serving.openai.app import build_app
 
-    sock, say = sock or bind(host, port), say or functools.partial(print, flush=True)
-    frontend = frontend or FrontendArgs()
+    frontend, say, own = frontend or FrontendArgs(), say or functools.partial(print, flush=True), sock is None
+    sock = sock or bind_as(frontend, host, port)
     start_logging()
     started = time.perf_counter()
     place = where_to_start(args, client)
@@ -75,7 +76,7 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     debug = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     app = build_app(serving, api_keys, debug, args.strict_fields)
     log = frontend.uvicorn_log_level, not frontend.disable_uvicorn_access_log
-    server = make_http_server(app, int(shutdown_timeout) + 3, *log)
+    server = make_http_server(app, int(shutdown_timeout) + 3, *log, tls=frontend.tls())
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
@@ -83,7 +84,6 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
         except NotImplementedError:  # Windows
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     running = asyncio.create_task(server.serve(sockets=[sock]))
-    address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
     say(
         f"ready after {time.perf_counter() - started:.1f} s: {', '.join([*args.names, *args.adapters])}, engine core: "
         f"{place if isinstance(place, str) else f'{args.data_parallel_size} x process'}, "
@@ -91,7 +91,7 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     )
     gc.freeze()  # else a large request has the collector look through a million objects of imported libraries
     sock.listen(2048)  # the server is about to do it: whoever reads the next line may connect
-    say(f"Listening on {address}")
+    say(f"Listening on {address_of(sock, host, frontend)}")
 
     died, stopped = asyncio.create_task(llm.died.wait()), asyncio.create_task(stop.wait())
     await asyncio.wait((died, stopped, running), return_when=asyncio.FIRST_COMPLETED)
@@ -109,6 +109,7 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     gc.unfreeze()  # some of those libraries complain at exit of what was not collected
     for task in filter(None, (died, stopped, reports)):
         task.cancel()
+    leave_nothing(args, frontend.uds if own else None, llm.ready.pid)
     return 1 if llm.dead else 0
 
 
@@ -141,6 +142,27 @@ def start_reporting(llm: AsyncLLM, args: EngineArgs, frontend: FrontendArgs) -> 
     return asyncio.create_task(reporter.run(LOG_STATS_INTERVAL)) if args.api_server_count == 1 else None
 
 
+def leave_nothing(args: EngineArgs, uds: str | None, pid: int) -> None:
+    """What is outside this process and would stay: the socket's name, and blocks of an engine whose process `pid` has
+    ended where it stood."""
+    if uds:
+        unbind_path(uds)
+    if args.kv_transfer and args.kv_transfer.is_private:
+        remove_private_stores(pid)
+
+
+def bind_as(frontend: FrontendArgs, host: str, port: int) -> socket.socket:
+    """Where clients will come. Raises InputError."""
+    return bind_path(frontend.uds) if frontend.uds else bind(host, port)
+
+
+def address_of(sock: socket.socket, host: str, frontend: FrontendArgs) -> str:
+    """What a client is told."""
+    if frontend.uds:
+        return f"unix:{frontend.uds}"
+    return f"{frontend.scheme}://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+
+
 def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
     """What answers, as the flags say, warm."""
     serving = OpenAIServing(llm, args.names, args.adapters)
@@ -156,6 +178,7 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
     serving.pooler_config = PoolerConfig.of(folder, args.pooler_config)
     serving.trained_dimensions = trained_dimensions(folders.read_json(folder / "config.json"))
     serving.system_fingerprint = system_fingerprint(args)
+    serving.parents, serving.max_logprobs = args.adapter_parents, args.max_logprobs
     return serving
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import common
 
 import contextlib
+import os
 import socket
+import stat
 
 
 def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) -> socket.socket:
@@ -23,6 +25,34 @@ def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) ->
     except OSError as error:
         where = f"{flags[0]} {host or repr(host)} {flags[1]} {port}"
         raise common.InputError(f"{where}: {error.strerror or error}") from None
+
+
+def bind_path(path: str) -> socket.socket:
+    """Take a place in the file system; what a killed server has left there is removed. Raises InputError."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise common.InputError("--uds: this system has no Unix domain sockets")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and not answers(path):
+                os.unlink(path)
+        sock.bind(path)
+        return sock
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        sock.close()
+        raise common.InputError(f"--uds {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def unbind_path(path: str) -> None:
+    """Remove it, if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def answers(path: str) -> bool:
+    """Does anybody listen there?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        return sock.connect_ex(path) == 0
 
 
 def set_ulimit(wanted: int = 65535) -> None:

@@ -14,11 +14,11 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.engine_args import EngineArgs
+from engine.engine_args import AUTO, EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.model import folders, llama
+from engine.model import llama
 from engine.model.loader import find_dtype
-from engine.model.tokenizer import Tokenizer
+from engine.model.tokenizer import read_tokenizer
 from engine.parallel.memory import kv_cache_memory, total_memory
 from engine.parallel.remote_runner import RemoteSleeper
 from engine.parallel.workers import start_workers
@@ -47,9 +47,12 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
 
     workers = start_workers(args, dtype) if args.has_workers else None
     if workers:
-        model, tokenizer = workers.model, Tokenizer(folders.model_folder(args.model))
+        model, tokenizer = workers.model, read_tokenizer(args.tokenizer, args.model)
     else:
-        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config)
+        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config, args.load_format)
+        if args.tokenizer is not None:
+            tokenizer = read_tokenizer(args.tokenizer, args.model)
+            tokenizer.vocab_size = model.config.vocab_size
     parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
     stage(
         "load",
@@ -58,13 +61,15 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
         + (f" on {workers}" if workers else ""),
     )
 
-    args = args.filled_in("serve", model.config)
-    limits = args.scheduler_config()
-    max_model_len, budget = limits.max_model_len, limits.max_num_batched_tokens
+    auto, args = args.max_model_len == AUTO, args.filled_in("serve", model.config)
+    budget = args.scheduler_config().max_num_batched_tokens
     memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
     stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
 
     one = block_bytes(model, args.block_size, args.kv_cache_dtype)
+    if auto:
+        args.shorten(args.num_gpu_blocks_override - 1 if args.num_gpu_blocks_override else memory // one)
+    max_model_len = args.context
     asked = args.num_gpu_blocks_override * one if args.num_gpu_blocks_override else max(memory, 2 * one)
     if asked > (there := total_memory() * args.world_size):
         raise common.InputError(

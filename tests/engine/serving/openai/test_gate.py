@@ -11,17 +11,18 @@ import socket
 import pytest
 import uvicorn
 
-from engine.serving.openai import gate
+from engine.serving.frontend_args import FrontendArgs
+from engine.serving.openai.serving import OpenAIServing
 from support.scripted_api import P, ask, check_error, serve
 
 
 def test_a_body_beyond_the_limit_is_413_however_it_comes(monkeypatch):
     """In one piece, in many, with or without its length; the client may send it to the end before it hears."""
-    monkeypatch.setattr(gate, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(OpenAIServing, "frontend", FrontendArgs(max_body_bytes=1024))
     llm, app = serve()
-    for body in (b"x" * 1001, [b"x" * 100] * 11, [b"x" * 999, b"", b"xx"], b"x" * 50_000):
-        check_error(ask(app, "/v1/completions", body), 413)
-    exact = json.dumps(P).encode().ljust(1000)
+    for body in (b"x" * 1025, [b"x" * 100] * 11, [b"x" * 1023, b"", b"xx"], b"x" * 50_000):
+        check_error(ask(app, "/v1/completions", body), 413, None, "1,024 bytes (the server's --max-body-bytes)")
+    exact = json.dumps(P).encode().ljust(1024)
     assert ask(app, "/v1/completions", exact).status == 200 and len(llm.added) == 1
     assert ask(app, "/v1/completions", [exact[:1], exact[1:500], exact[500:]]).status == 200
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import contextlib
 import gc
@@ -229,3 +231,16 @@ def test_a_long_text_is_tokenized_and_written_while_others_run(real_model):
             return max(lateness) / taken
 
         assert any(asyncio.run(run()) < 0.5 for _ in range(3)), "the loop was away for most of it"
+
+
+def test_a_larger_body_may_have_more_elements(monkeypatch):
+    """As many more as it is larger, where a server lets it be so."""
+    monkeypatch.setattr(large_bodies, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(large_bodies, "MAX_IDS", 10)
+    monkeypatch.setattr(large_bodies, "MAX_PARTS", 3)
+    for body, problem in ((b"[1" + b",1" * 11 + b"]", "10 elements"), (b"[[[[]]]]", "3 arrays"),
+                          (b"[1" + b",1" * 21 + b"]" + b" " * 100, "20 elements")):  # fmt: skip
+        with pytest.raises(common.InputError, match=f"more than {problem}"):
+            large_bodies.parse(body)
+    assert len(large_bodies.parse(b"[1" + b",1" * 20 + b"]" + b" " * 100)) == 21
+    assert large_bodies.parse(b"[[[[]]]]" + b" " * 100) == [[[[]]]]

@@ -235,7 +235,15 @@ def build_app(
     serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False, strict_fields: bool = False
 ) -> Any:
     """The application: routes, the gate in front of them, and who may ask from a page."""
-    app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    frontend = serving.frontend
+    app = fastapi.FastAPI(
+        title="vLLM, from first principles",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None if frontend.disable_fastapi_docs else "/openapi.json",
+    )
+    app.root_path = frontend.root_path
     app.router.route_class = BodyRoute
     app.state.unknown_fields = UnknownFields(strict_fields)
     app.exception_handler(RequestValidationError)(invalid)
@@ -266,7 +274,8 @@ def build_app(
         post("/v1/unload_lora_adapter")(routes.unload_lora_adapter)
     post("/tokenize")(routes.tokenize)
     post("/detokenize")(routes.detokenize)
-    app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(routes.health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(routes.health)
+    app.head("/health", include_in_schema=False)(routes.health)
     get("/health")(routes.health)
     get("/version")(routes.version)
     get("/metrics")(routes.metrics)
@@ -275,13 +284,14 @@ def build_app(
         app.get("/debug/engine", include_in_schema=False)(routes.engine_state)
         dev_routes.attach(app, serving)
 
-    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
-    # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.
+    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM lets none ask unless
+    # --allowed-origins names it; here '[]' does the same.) Outside the gate, so that a page can read a 401 or 413, too.
     cors = CORSMiddleware(
-        Gate(app, api_keys),
-        allow_origins=["*"],
-        allow_methods=["*"],
-        allow_headers=["*"],
+        Gate(app, api_keys, frontend.max_body_bytes, frontend.root_path),
+        allow_origins=frontend.allowed_origins,
+        allow_methods=frontend.allowed_methods,
+        allow_headers=frontend.allowed_headers,
+        allow_credentials=frontend.allow_credentials,
         expose_headers=["Retry-After", "X-Request-Id"],
     )
     routes.traffic = Traffic(cors, app.router.routes, serving.frontend.enable_server_load_tracking)

@@ -51,6 +51,7 @@ class APIError(Exception):
         404: "NotFoundError",
         405: "MethodNotAllowedError",
         413: "RequestTooLargeError",
+        415: "UnsupportedMediaTypeError",
         500: "InternalServerError",
         503: "ServiceUnavailableError",
     }

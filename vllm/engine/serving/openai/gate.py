@@ -22,8 +22,11 @@ class Gate:
     PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/", "/score", "/rerank", "/v2/", "/sleep", "/wake_up")
     PROTECTED += ("/is_sleeping", "/reset_prefix_cache", "/server_info")
 
-    def __init__(self, app: Any, api_keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: Any, api_keys: Sequence[str], max_body_bytes: int = MAX_BODY_BYTES, root_path: str = ""
+    ) -> None:
         self.app, self.api_keys = app, [key.encode() for key in api_keys]
+        self.max_body_bytes, self.root_path = max_body_bytes, root_path
         self.owners = [hashlib.sha256(key).hexdigest() for key in self.api_keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -32,24 +35,23 @@ class Gate:
         if not scope["path"].startswith("/"):  # through some proxies a target comes as a whole URL (RFC 9112, 3.2.2)
             scope = {**scope, "path": "/" + scope["path"].partition("://")[2].partition("/")[2]}
         headers = dict(scope["headers"])
-        if self.api_keys and scope["method"] != "OPTIONS" and scope["path"].startswith(self.PROTECTED):
-            given = headers.get(b"authorization")
-            if given is None and b"x-api-key" in headers:  # as Anthropic's clients say it
-                given = b"Bearer " + headers[b"x-api-key"]
-            owner = self.owner(given or b"")
+        path = scope["path"]  # FastAPI finds its routes with and without the root path
+        if self.root_path and path.startswith(f"{self.root_path}/"):
+            path = path.removeprefix(self.root_path)
+        if self.api_keys and scope["method"] != "OPTIONS" and path.startswith(self.PROTECTED):
+            owner = self.owner(authorization(headers))
             if owner is None:
                 text = "Unauthorized: send the header Authorization: Bearer <api key>"
-                return await refuse(send, APIError(401, text, headers={"WWW-Authenticate": "Bearer"}), scope["path"])
+                return await refuse(send, APIError(401, text, headers={"WWW-Authenticate": "Bearer"}), path)
             scope = {**scope, "owner": owner}
-        if {b"content-length", b"transfer-encoding"} <= headers.keys():  # a proxy may read the other
-            error = APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
-            return await refuse(send, error)
-        body = await whole_body(receive)
+        if error := unreadable(headers):
+            return await refuse(send, error, path)
+        body = await whole_body(receive, self.max_body_bytes)
         if body is None:
             return None
-        if len(body) > MAX_BODY_BYTES:
-            error = APIError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
-            return await refuse(send, error, scope["path"])
+        if len(body) > self.max_body_bytes:
+            text = f"the body has more than {self.max_body_bytes:,} bytes (the server's --max-body-bytes)"
+            return await refuse(send, APIError(413, text), path)
         held = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Any:
@@ -65,15 +67,33 @@ class Gate:
         return right[0] if right and scheme.lower() == b"bearer" else None
 
 
-async def whole_body(receive: Any) -> bytes | None:
+def authorization(headers: dict[bytes, bytes]) -> bytes:
+    """What a client shows, as OpenAI's say it or as Anthropic's do."""
+    if b"authorization" in headers or b"x-api-key" not in headers:
+        return headers.get(b"authorization", b"")
+    return b"Bearer " + headers[b"x-api-key"]
+
+
+def unreadable(headers: dict[bytes, bytes]) -> APIError | None:
+    """What the headers say of a body that is not read, if they do."""
+    if {b"content-length", b"transfer-encoding"} <= headers.keys():  # a proxy may read the other
+        return APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
+    coding = headers.get(b"content-encoding", b"").decode("latin-1").strip()
+    if coding.lower() in ("", "identity"):
+        return None
+    text = f"Content-Encoding {coding:.40}: send the body as it is, without a content coding"
+    return APIError(415, text, headers={"Accept-Encoding": "identity"})
+
+
+async def whole_body(receive: Any, most: int) -> bytes | None:
     """The body of a request, of one that is too long its beginning; None if the client hangs up meanwhile."""
     body, total, more = bytearray(), 0, True
-    while more and total <= 16 * MAX_BODY_BYTES:  # an over-long body is read to its end, and dropped: then the
+    while more and total <= 16 * most:  # an over-long body is read to its end, and dropped: then the
         message = await receive()  # client is ready to hear why
         if message["type"] == "http.disconnect":
             return None
         more, total = message.get("more_body", False), total + len(message.get("body", b""))
-        body += message.get("body", b"")[: MAX_BODY_BYTES + 1 - len(body)]
+        body += message.get("body", b"")[: most + 1 - len(body)]
     return bytes(body)
 
 

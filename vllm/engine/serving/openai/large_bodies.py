@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from engine.serving.openai.limits import MAX_IDS, MAX_NESTING, MAX_PARTS
+from engine.serving.openai.limits import MAX_BODY_BYTES, MAX_IDS, MAX_NESTING, MAX_PARTS
 
 LARGE_BODIES = concurrent.futures.ThreadPoolExecutor(1, "LargeBodies")  # what they take in memory, one takes at a time
 
@@ -34,11 +34,14 @@ def parse(body: bytes) -> Any:
 
     Raises InputError for a body of too many parts, JSONDecodeError, RecursionError, or another ValueError.
     """
-    # Some of them stand in texts, and count as well: no text that a model can read has so many.
-    if sum(map(body.count, (b"[", b"{", b'":'))) > MAX_PARTS:
-        raise common.InputError(f"the body has more than {MAX_PARTS:,} arrays, objects and names")
-    if body.count(b",") > MAX_IDS:
-        raise common.InputError(f"the body has more than {MAX_IDS:,} elements")
+    # Some of them stand in texts, and count as well: no text that a model can read has so many. Where the server lets
+    # a body be larger, it may have more of them.
+    larger = max(1, -(-len(body) // MAX_BODY_BYTES))
+    parts, elements = larger * MAX_PARTS, larger * MAX_IDS
+    if sum(map(body.count, (b"[", b"{", b'":'))) > parts:
+        raise common.InputError(f"the body has more than {parts:,} arrays, objects and names")
+    if body.count(b",") > elements:
+        raise common.InputError(f"the body has more than {elements:,} elements")
     text = body.decode("utf-8-sig")
     said = json.loads(text, object_hook=lambda x: x, parse_int=lambda x: int(x), parse_float=lambda x: float(x))
     level, depth = [said], 0

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -33,7 +34,7 @@ from engine.sampling.guided.structured_outputs import BROKEN, REASONING_END, sta
 from engine.sampling.guided.vocabulary import vocabulary_of
 from engine.sampling.pooler import PoolerConfig
 from engine.sampling.sampler import Logprob
-from engine.sampling.token_rules import TokenizeParams
+from engine.sampling.token_rules import TokenizeParams, limit_logprobs
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import merge_outputs
 from engine.serving.frontend_args import FrontendArgs
@@ -75,6 +76,7 @@ class OpenAIServing:
     enable_auto_tool_choice = False
     reasoning_parser: str | None = None  # how it marks what it thinks before it answers
     response_role = "assistant"
+    max_logprobs = 20  # that a request may ask for
     frontend = FrontendArgs()
     engine_args: Any = None  # for developers
     pooler_config = PoolerConfig()
@@ -85,6 +87,7 @@ class OpenAIServing:
         # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
+        self.parents: dict[str, str] = {}  # of which model an adapter is one, where that was said
         self.lora_count, self.loading_loras = itertools.count(2), set()
         self.lora_owners: dict[str, str | None] = {}  # whose key has loaded it; the server's own ones are everybody's
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
@@ -111,7 +114,7 @@ class OpenAIServing:
         """The model or an adapter, as `GET /v1/models` tells it."""
         root, parent = self.root or self.names[0], None
         if name in self.loras:
-            root, parent = self.loras[name][0], self.names[0]
+            root, parent = self.loras[name][0], self.parents.get(name, self.names[0])
         return {
             "id": name,
             "object": "model",
@@ -357,11 +360,12 @@ class OpenAIServing:
         if isinstance(body, ChatCompletionRequest):
             if body.top_logprobs and not body.logprobs:
                 raise common.InputError("top_logprobs: needs logprobs to be true")
-            if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
+            least, most = (-1, math.inf) if self.max_logprobs == -1 else (0, self.max_logprobs)
+            if body.top_logprobs is not None and not least <= body.top_logprobs <= most:
+                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from {least} to {most}")
             limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            params = sampling_params(body, limit, logprobs, self.sampling_defaults)
+            params = limit_logprobs(sampling_params(body, limit, logprobs, self.sampling_defaults), self.max_logprobs)
             if tools.tool_choice(body) == "auto":  # to many models <tool_call> is a special token: it must be seen
                 params.skip_special_tokens = False
             return params
@@ -373,7 +377,7 @@ class OpenAIServing:
         if limit is None:  # a chat's null is all that is left; here it is 16
             limit = self.sampling_defaults.params.get("max_tokens", 16)
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
-        return sampling_params(body, limit, body.logprobs, self.sampling_defaults)
+        return limit_logprobs(sampling_params(body, limit, body.logprobs, self.sampling_defaults), self.max_logprobs)
 
     @functools.cached_property
     def guide_queue(self) -> Any:
