@@ -21,6 +21,7 @@ from engine.model.folders import cache_folder
 
 INSTALL_SECONDS = 240  # a registry that is slower than this is none
 RUN_SECONDS = 120
+NOT_NEWER = "2026-11-28T00:00:00Z"  # what a client needs shall not change from one day to the next
 
 # What several files use.
 OPENAI_NPM = ["openai@7.59.0"]
@@ -40,7 +41,17 @@ def python(*requirements: str) -> Path:
     program = program_of("uv")
     bin_ = "Scripts/python.exe" if os.name == "nt" else "bin/python"
     make = [program, "venv", "--quiet", "--no-project", "--relocatable", "venv"]
-    fill = [program, "pip", "install", "--quiet", "--python", f"venv/{bin_}", *requirements]
+    fill = [
+        program,
+        "pip",
+        "install",
+        "--quiet",
+        "--exclude-newer",
+        NOT_NEWER,
+        "--python",
+        f"venv/{bin_}",
+        *requirements,
+    ]
     return installed("python", requirements, [make, fill]) / "venv" / bin_
 
 
