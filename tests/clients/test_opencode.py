@@ -18,7 +18,7 @@ def act(messages, tools):
     return f"Heard: {messages[-1]['content'].strip()[-40:]}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_command_and_a_session_that_goes_on(tmp_path):
     opencode = clients.npm("opencode-ai@1.18.33") / ".bin" / "opencode"
     work = tmp_path / "work"

@@ -41,17 +41,8 @@ def python(*requirements: str) -> Path:
     program = program_of("uv")
     bin_ = "Scripts/python.exe" if os.name == "nt" else "bin/python"
     make = [program, "venv", "--quiet", "--no-project", "--relocatable", "venv"]
-    fill = [
-        program,
-        "pip",
-        "install",
-        "--quiet",
-        "--exclude-newer",
-        NOT_NEWER,
-        "--python",
-        f"venv/{bin_}",
-        *requirements,
-    ]
+    where_and_when = ["--python", f"venv/{bin_}", "--exclude-newer", NOT_NEWER]
+    fill = [program, "pip", "install", "--quiet", *where_and_when, *requirements]
     return installed("python", requirements, [make, fill]) / "venv" / bin_
 
 
