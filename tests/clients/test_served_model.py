@@ -39,7 +39,7 @@ import { z } from "zod";
 const here = createOpenAICompatible({
   name: "here", baseURL: `${process.env.URL}/v1`, supportsStructuredOutputs: true,
 });
-const about = { model: here("smol"), temperature: 0, maxRetries: 0 };
+const about = { model: here("smol"), temperature: 0, maxOutputTokens: 60, maxRetries: 0 };
 const schema = z.object({ colour: z.enum(["blue", "green"]), wet: z.boolean() });
 const { output } = await generateText({ ...about, prompt: "The sky.", output: Output.object({ schema }) });
 const { toolCalls } = await generateText({
@@ -62,7 +62,7 @@ class Thing(BaseModel):
     wet: bool
 
 where = {"model": "smol", "base_url": os.environ["URL"] + "/v1", "api_key": "none", "max_retries": 0}
-model = ChatOpenAI(**where, temperature=0)
+model = ChatOpenAI(**where, temperature=0, max_tokens=60)
 shaped = model.with_structured_output(Thing, method="json_schema").invoke("The sky.")
 called = model.with_structured_output(Thing, method="function_calling").invoke("Paint the wall.")
 vectors = OpenAIEmbeddings(**where, check_embedding_ctx_length=False).embed_documents(json.loads(os.environ["TEXTS"]))

@@ -32,7 +32,8 @@ LANGCHAIN = ["langchain-openai==1.7.4"]
 def npm(*packages: str) -> Path:
     """The `node_modules` of these packages. Skips the test if there is no npm, or no registry that has them."""
     program = program_of("npm")
-    command = [program, "install", "--no-audit", "--no-fund", "--prefix", ".", *packages]
+    soon = ["--fetch-retry-mintimeout", "1000", "--fetch-retry-maxtimeout", "2000"]  # else a minute without a network
+    command = [program, "install", "--no-audit", "--no-fund", *soon, "--prefix", ".", *packages]
     return installed("npm", packages, [command]) / "node_modules"
 
 
@@ -66,10 +67,10 @@ def installed(kind: str, packages: Sequence[str], commands: Sequence[Sequence[st
         folder.mkdir()
         for command in commands:
             try:
-                run(command, folder, timeout=INSTALL_SECONDS)
+                run(command, folder, timeout=INSTALL_SECONDS, UV_HTTP_RETRIES="1")
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 said = (error.stderr or error.stdout or str(error)).strip().splitlines()
-                pytest.skip(f"{' '.join(packages)} cannot be installed here: {said[-1] if said else error}")
+                pytest.skip(f"{' '.join(packages)} cannot be installed here: {said[0] if said else error}")
         with contextlib.suppress(OSError):  # another process was faster
             folder.rename(final)
     return final
