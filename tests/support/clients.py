@@ -21,12 +21,19 @@ from engine.model.folders import cache_folder
 
 INSTALL_SECONDS = 240  # a registry that is slower than this is none
 RUN_SECONDS = 120
+NOT_NEWER = "2026-11-28T00:00:00Z"  # what a client needs shall not change from one day to the next
+
+# What several files use.
+OPENAI_NPM = ["openai@7.59.0"]
+AI_SDK = ["ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"]
+LANGCHAIN = ["langchain-openai==1.7.4"]
 
 
 def npm(*packages: str) -> Path:
     """The `node_modules` of these packages. Skips the test if there is no npm, or no registry that has them."""
     program = program_of("npm")
-    command = [program, "install", "--no-audit", "--no-fund", "--prefix", ".", *packages]
+    soon = ["--fetch-retry-mintimeout", "1000", "--fetch-retry-maxtimeout", "2000"]  # else a minute without a network
+    command = [program, "install", "--no-audit", "--no-fund", *soon, "--prefix", ".", *packages]
     return installed("npm", packages, [command]) / "node_modules"
 
 
@@ -35,7 +42,8 @@ def python(*requirements: str) -> Path:
     program = program_of("uv")
     bin_ = "Scripts/python.exe" if os.name == "nt" else "bin/python"
     make = [program, "venv", "--quiet", "--no-project", "--relocatable", "venv"]
-    fill = [program, "pip", "install", "--quiet", "--python", f"venv/{bin_}", *requirements]
+    where_and_when = ["--python", f"venv/{bin_}", "--exclude-newer", NOT_NEWER]
+    fill = [program, "pip", "install", "--quiet", *where_and_when, *requirements]
     return installed("python", requirements, [make, fill]) / "venv" / bin_
 
 
@@ -59,10 +67,10 @@ def installed(kind: str, packages: Sequence[str], commands: Sequence[Sequence[st
         folder.mkdir()
         for command in commands:
             try:
-                run(command, folder, timeout=INSTALL_SECONDS)
+                run(command, folder, timeout=INSTALL_SECONDS, UV_HTTP_RETRIES="1")
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 said = (error.stderr or error.stdout or str(error)).strip().splitlines()
-                pytest.skip(f"{' '.join(packages)} cannot be installed here: {said[-1] if said else error}")
+                pytest.skip(f"{' '.join(packages)} cannot be installed here: {said[0] if said else error}")
         with contextlib.suppress(OSError):  # another process was faster
             folder.rename(final)
     return final
@@ -80,8 +88,20 @@ def script(interpreter: Path, code: str, folder: Path, **environment: str) -> st
     """What a program of one's own prints, run by the interpreter of an environment and by no other's packages."""
     file = folder / "client.py"
     file.write_text(code)
-    environment = {"PYTHONPATH": "", "VIRTUAL_ENV": "", **environment}
+    return said_by([interpreter, "-I", file], folder, PYTHONPATH="", VIRTUAL_ENV="", **environment)
+
+
+def module(node_modules: Path, code: str, folder: Path, **environment: str) -> str:
+    """What an ECMAScript module of one's own prints, run by Node in a folder that has these packages."""
+    (folder / "node_modules").symlink_to(node_modules, target_is_directory=True)
+    file = folder / "client.mjs"
+    file.write_text(code)
+    return said_by([program_of("node"), file], folder, **environment)
+
+
+def said_by(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
+    """What a client prints. Where it fails, the test does, with all that it said."""
     try:
-        return run([interpreter, "-I", file], folder, **environment).stdout
+        return run(command, folder, **environment).stdout
     except subprocess.CalledProcessError as error:
         raise AssertionError(f"the client failed:\n{error.stdout}\n{error.stderr}") from None

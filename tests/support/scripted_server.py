@@ -37,7 +37,8 @@ class Forced(ScriptedLLM):
 
     def add_request(self, request_id, prompt, params, *, stream=False, **about):
         self.added.append((request_id, {"prompt_token_ids": prompt["prompt_token_ids"][:1]}, params))
-        said = json.loads(prompt["prompt"])
+        text = prompt["prompt"]
+        said = json.loads(text) if text.startswith("{") else {"messages": text, "tools": []}  # a chat, or a completion
         self.asked.append(said)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         text = answer if isinstance(answer, str) else answer(said["messages"], said["tools"])
@@ -49,6 +50,8 @@ class Forced(ScriptedLLM):
         pieces = [text[i : i + self.size] for i in range(0, len(text), self.size)] if stream else [text]
         for i, piece in enumerate(pieces or [""]):
             await asyncio.sleep(0)
+            while collector.output is not None and collector.request_id not in self.aborted:
+                await asyncio.sleep(0.001)  # what was not taken would grow, and no client would see pieces
             reason = "stop" if i >= len(pieces) - 1 else None
             answer = CompletionOutput(0, piece, [ord(char) % 128 for char in piece], finish_reason=reason)
             ids = prompt["prompt_token_ids"]
