@@ -43,7 +43,7 @@ export function draw(trace, index, kit) {
   });
 
   const refused = now.status !== 200, last = index === answers.length - 1, station = now.looked.at(-1), passed = now.looked.length - 1;
-  const sent = html("p", { class: "written" }, html("span", {}, `POST /v1/completions, Bearer ${now.key}, ${number(now.sent_bytes)} bytes: `), html("code", {}, now.body));
+  const sent = html("p", { class: "written" }, html("span", {}, `Bearer ${now.key}, ${number(now.sent_bytes)} bytes: `), html("code", {}, now.body));
   const said = [html("b", {}, `HTTP ${now.status}${refused ? ` ${now.type}` : ""}`), now.param ? `, param ${now.param}` : "", now.retry_after ? `, Retry-After: ${now.retry_after}` : "", html("br", {}), now.message ?? now.answer];
   const unseen = names.length - 1 - now.looked.length;
   return {
