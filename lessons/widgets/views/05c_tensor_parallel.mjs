@@ -39,12 +39,12 @@ export function draw(trace, index, kit) {
   // The numbers that rank `rank` is about to send at step i, and those that it has just received.
   const travellers = (i, rank, slot) => {
     const [step, next] = [trace.steps[i], trace.steps[i + 1]], others = [...Array(ranks).keys()].filter((other) => other !== rank), found = [];
-    const copy = (i, from, to, j, value, place) => found.push(key(`${i}: ${from} to ${to}, ${j}`, box(...place, signed(value), LAYOUTS[trace.steps[i - 1].layout][0])));
-    if (next?.sent > 0) for (const to of others) step.values[rank].forEach((value, j) => copy(i + 1, rank, to, j, value, slot(j)));
+    const copy = (i, from, to, j, place) => found.push(key(`${i}: ${from} to ${to}, ${j}`, box(...place, "", LAYOUTS[trace.steps[i - 1].layout][0])));
+    if (next?.sent > 0) for (const to of others) step.values[rank].forEach((_, j) => copy(i + 1, rank, to, j, slot(j)));
     if (step.sent > 0) {
       for (const from of others) {
         const sent = trace.steps[i - 1].values[from], first = step.values[rank].length > sent.length ? from * sent.length : 0; // joined or added
-        sent.forEach((value, j) => copy(i, from, rank, j, value, slot(first + j)));
+        sent.forEach((_, j) => copy(i, from, rank, j, slot(first + j)));
       }
     }
     return found;

@@ -31,7 +31,9 @@ export function draw(trace, index, kit) {
   shapes.push(text(0, 36, "now", "small soft"));
   const here = shown.flatMap(({ spans, place }, i) => {
     const stage = spans.findIndex(([, stop]) => stop > entered);
-    return stage < 0 ? [] : [[stage, key(`micro-batch ${i}`, box(left + stage * (room + 8) + room / 2 - 17, 22, 34, 20, i, color(place)))]];
+    if (stage < 0) return [];
+    const waits_there = spans[stage][0] > entered; // at the door, until the one before it is done
+    return [[stage, key(`micro-batch ${i}`, box(left + stage * (room + 8) + (waits_there ? 2 : room - 28), 22, 26, 20, i, color(place)))]];
   });
   for (let stage = 0; stage < stages; stage++) {
     const empty = here.every(([other]) => other !== stage);

@@ -37,7 +37,7 @@ export function draw(trace, index, kit) {
   for (let time = 0; x(time) < kit.width - 24; time += unit) shapes.push(line(x(time), base, x(time), base + 4, "ink"), text(x(time), base + 17, time ? ms(time) : "0", "small soft middle"));
   shapes.push(line(left, base, kit.width, base, "ink"), key("now", line(x(now), top - 4, x(now), base, "accent thick")));
   const past = before?.trace.reader_done;
-  if (past && x(past) <= kit.width) shapes.push(line(x(past), top - 4, x(past), base, "soft dashed"), text(x(past) - 4, top + 10, `the run before: read at ${ms(past)}`, "small soft halo end"));
+  if (past && x(past) <= kit.width) shapes.push(line(x(past), top - 4, x(past), base, "soft dashed"), text(kit.width, top - 8, `the run before: read at ${ms(past)}`, "small soft end"));
 
   // The mailbox as this read begins: the collector's one item, or pieces; and who finds no room.
   const waits = read.tokens + read.left, from = first(index), beyond = from + waits, stuck = p.handoff === "bounded queue" && beyond < p.tokens && ready(beyond) < put_at[beyond];
