@@ -39,7 +39,9 @@ def simulate(params: dict) -> dict:
     depth = params["stages"] if params["in_flight"] == "one per stage" else 1
     budget, workload = params["budget"], lesson.WORKLOADS[params["workload"]]
     one_stage = lesson.pipeline(1, 1, budget, *workload)["makespan"]  # all layers in one place
-    return lesson.pipeline(params["stages"], depth, budget, *workload) | {"one_stage": one_stage}
+    trace = lesson.pipeline(params["stages"], depth, budget, *workload)
+    idle = round_half_up(100 * trace["idle"], trace["stages"] * trace["makespan"])
+    return trace | {"one_stage": one_stage, "idle_percent": idle}
 
 
 def round_half_up(a: int, b: int) -> int:
@@ -50,10 +52,9 @@ def round_half_up(a: int, b: int) -> int:
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     batches, stages, makespan = trace["batches"], trace["stages"], trace["makespan"]
-    idle = round_half_up(100 * trace["idle"], stages * makespan)
     lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stage{'s' * (stages > 1)}, "
              f"{len(batches)} micro-batches",
-             f"done after {makespan} ticks; stages idle {idle} % of the time",
+             f"done after {makespan} ticks; stages idle {trace['idle_percent']} % of the time",
              f"first token: mean {sum(trace['first']) // len(trace['first'])}, last {max(trace['first'])}"]  # fmt: skip
     for i, batch in enumerate(batches[:6]):
         spans = "  ".join(f"[{start}, {stop})" for start, stop in batch["spans"])

@@ -150,6 +150,7 @@ def facts() -> dict[str, Any]:
     }
     four = lesson.drive_scripted(lesson.Script(0.05, 0.04, 4).reply, [Prompt([1] * 9, 9, 33)], [0.0])
     free, busy = tune_simulated(), tune_simulated(TUNE_RATE)
+    broken = simulate(WIDGET_DEFAULT | {"rate": 60, "max_concurrency": 8})["mean_us"]
     most = max(range(len(free["rows"])), key=lambda i: free["rows"][i]["output_throughput"])
     return {
         "omission": omission, "factor": omission["open"]["p99_e2el_ms"] / omission["closed"]["p99_e2el_ms"],
@@ -163,6 +164,7 @@ def facts() -> dict[str, Any]:
         "capacity": {str(n): capacity(n) for n in (1, 4, 16, 64)},
         "load": {str(rate): summarize(load(rate, 0, 16, count=160).records) for rate in RATES},
         "limited": {str(rate): summarize(load(rate, 8, 16, count=160).records) for rate in RATES},
+        "broken": {"report_ms": broken[0] / 1e3, "users_ms": broken[1] / 1e3},
         "tune": {"settings": len(free["rows"]), "on_front": sum(row["front"] for row in free["rows"]),
                  "best": free["rows"][free["best"]], "most": free["rows"][most],
                  "goodput": busy["rows"][busy["best"]], "goodput_of_most": busy["rows"][most]},

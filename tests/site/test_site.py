@@ -466,6 +466,23 @@ def test_picture_and_controls_are_on_one_screen(open_page, name):
     assert not found, "\n".join(found)
 
 
+def test_the_outlier_can_be_dragged(open_page):
+    """A drag in 05b's picture does what the slider does; a mouse that only passes by changes nothing."""
+    page = open_page("05b_quantization.html")
+    page.locator("#widget").scroll_into_view_if_needed()
+    box = page.locator("#widget svg rect.drag").bounding_box()
+    y, size = box["y"] + box["height"] / 2, lambda: state(page)["params"]["outlier"]
+    page.mouse.move(box["x"] + box["width"] - 4, y)
+    assert size() == 16
+    page.mouse.down()
+    assert size() == 64
+    page.mouse.move(box["x"] + box["width"] / 2, y)
+    assert size() == 32
+    page.mouse.up()
+    page.mouse.move(box["x"] + 2, y)
+    assert size() == 32 and page.locator("#widget").get_by_label("Outlier times").input_value() == "5"
+
+
 def test_a_change_keeps_the_step_and_what_changes_moves(open_page):
     """Two runs can be compared at one moment; a shape with a key glides, unless the reader wants no motion."""
     page = open_page("04_continuous_batching.html")

@@ -57,22 +57,25 @@ def test_widget_states():
         else:
             assert trace["status"] == (503 if inside == 4 else 200)
         assert trace["engine_heard"] == (trace["status"] == 200)
-    big = page.simulate({**page.WIDGET_DEFAULT, "prompt": "5 MB"})
+    big = page.simulate({**page.WIDGET_DEFAULT, "key": "right", "prompt": "5 MB"})
     assert big["status"] == 413 and big["engine_heard"] == 0
 
 
 def test_stations_look_in_the_order_of_the_figure_and_one_mistake_is_named_at_a_time():
     order = [*(name for name, *_ in page.GATES), "engine"]
-    wrong = {"key": "wrong", "field": "half a body", "prompt": "64 characters", "inside": 4}
+    wrong = {"key": "wrong", "field": "half a body", "prompt": "64 characters", "inside": 0}
     trace = page.simulate(wrong)
     assert "at at" not in trace["then"][0]["message"]  # Python's reader: "Unterminated string starting at"
     found = [trace, *trace["then"]]
-    assert [answer["looked"][-1] for answer in found] == ["key", "JSON", "length", "room", "engine"]
+    assert [answer["looked"][-1] for answer in found] == ["key", "JSON", "length", "engine"]
     assert all(answer["looked"] == order[: len(answer["looked"])] for answer in found)
-    assert [answer.get("corrected") for answer in found] == [None, "key", "field", "prompt", "inside"]
-    assert [answer["engine_heard"] for answer in found] == [0, 0, 0, 0, 1]
+    assert [answer.get("corrected") for answer in found] == [None, "key", "field", "prompt"]
+    assert [answer["engine_heard"] for answer in found] == [0, 0, 0, 1]
+    full = page.simulate(wrong | {"inside": 4})["then"]
+    assert [answer["status"] for answer in full] == [400, 400, 503], "a client cannot correct that others are inside"
+    assert full[-1]["retry_after"] and not any(answer["engine_heard"] for answer in full)
 
 
 def test_the_widget_uses_the_real_checks(monkeypatch):
     monkeypatch.setattr(openai_serving, "sampling_params", lambda *args: SamplingParams())
-    assert page.simulate({**page.WIDGET_DEFAULT, "prompt": "5 characters", "inside": 0})["status"] == 200
+    assert page.simulate({**page.WIDGET_DEFAULT, "key": "right", "prompt": "5 characters"})["status"] == 200

@@ -98,14 +98,15 @@ function pipeline(stages, in_flight, budget, prompts, outputs) {
 export function simulate({ stages, in_flight, budget, workload }) {
   const depth = in_flight === "one per stage" ? stages : 1;
   const one_stage = pipeline(1, 1, budget, ...WORKLOADS[workload]).makespan; // all layers in one place
-  return { ...pipeline(stages, depth, budget, ...WORKLOADS[workload]), one_stage };
+  const trace = pipeline(stages, depth, budget, ...WORKLOADS[workload]), { idle, makespan } = trace;
+  return { ...trace, one_stage, idle_percent: Math.round((100 * idle) / (stages * makespan)) };
 }
 
-export function describe({ batches, stages, makespan, idle, first, tokens }) {
+export function describe({ batches, stages, makespan, idle_percent, first, tokens }) {
   const line = `${stages} stage${stages > 1 ? "s" : ""}`;
   const lines = [
     `${first.length} requests, ${tokens} output tokens, ${line}, ${batches.length} micro-batches`,
-    `done after ${makespan} ticks; stages idle ${Math.round((100 * idle) / (stages * makespan))} % of the time`,
+    `done after ${makespan} ticks; stages idle ${idle_percent} % of the time`,
     `first token: mean ${Math.floor(sum(first) / first.length)}, last ${Math.max(...first)}`,
   ];
   batches.slice(0, 6).forEach(({ tokens: n, requests, samples, spans }, i) => {

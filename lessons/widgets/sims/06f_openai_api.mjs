@@ -12,7 +12,7 @@ const FIELDS = {
 const PROMPTS = {
   "5 characters": "Hello", "empty": "", "64 characters": "x".repeat(64), "5 MB": "x".repeat(5_000_000),
 };
-const CORRECT = { key: "right", field: "nothing unusual", prompt: "5 characters", inside: 0 };
+const CORRECT = { key: "right", field: "nothing unusual", prompt: "5 characters" };
 const TYPES = {
   400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 413: "RequestTooLargeError",
   503: "ServiceUnavailableError",
@@ -127,15 +127,15 @@ function ask(request) {
   };
 }
 
-/** Which of the four things that a request is made of the refusal is about. */
+/** Which of the things that a client can correct the refusal is about. */
 function blamed({ status, param }) {
-  return { 401: "key", 413: "prompt", 503: "inside" }[status] ?? (param === "prompt" ? "prompt" : "field");
+  return { 401: "key", 413: "prompt" }[status] ?? (param === "prompt" ? "prompt" : "field");
 }
 
 export function simulate({ key, field, prompt, inside }) {
   const request = { key, field, prompt, inside };
   const answers = [ask(request)];
-  for (let i = 0; i < Object.keys(CORRECT).length && answers.at(-1).status !== 200; i++) {
+  for (let i = 0; i < Object.keys(CORRECT).length && ![200, 503].includes(answers.at(-1).status); i++) {
     const corrected = blamed(answers.at(-1));
     request[corrected] = CORRECT[corrected];
     answers.push({ corrected, ...ask(request) });

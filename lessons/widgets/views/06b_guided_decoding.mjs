@@ -1,4 +1,4 @@
-// From top to bottom, what one token takes: the state of the automaton, its mask, the model's wishes, the bytes written.
+// From top to bottom, what one token takes: the state of the automaton, the model's wishes with the bit that the mask has for each, the bytes written.
 
 export function steps(trace) {
   return trace.steps.length;
@@ -28,9 +28,9 @@ function label_of(bytes) {
   return runs.map(([low, high]) => (low === high ? name(low) : `${name(low)}${high === low + 1 ? " " : "–"}${name(high)}`)).join(" ");
 }
 
-/** The automaton; `at` is the state before the token, `path` the states that its bytes lead through. */
-function automaton(trace, [columns, places], at, path, kit) {
-  const { text, line, path: curve, circle } = kit, r = 12, shapes = [];
+/** The automaton; `at` is the state before the token, `path` the states that its bytes lead through; `stuck`: nothing is allowed. */
+function automaton(trace, [columns, places], at, path, stuck, kit) {
+  const { text, line, path: curve, circle, key } = kit, r = 12, shapes = [];
   const rows = places.map(([, y]) => y), loops = trace.moves.some(([a, b]) => a === b);
   const leaves = (a, side) => trace.moves.some(([c, d]) => c === a && Math.sign(rows[d] - rows[a]) === side);
   const px = Math.min(130, (kit.width - 2 * r - 12) / columns), py = 48, top = (Math.min(...rows) < 0 ? -Math.min(...rows) * py : loops ? 36 : 12) + r + 8;
@@ -53,8 +53,8 @@ function automaton(trace, [columns, places], at, path, kit) {
     else shapes.push(text(mx, my + (under ? 14 : -5), label, word));
   }
   where.forEach(([x, y], state) => {
-    const css = state === at ? "blue" : path.includes(state) ? "green" : "grey";
-    shapes.push(circle(x, y, r, `box ${css}`));
+    const css = state === at ? (stuck ? "red" : "blue") : path.includes(state) ? "green" : "grey", ring = circle(x, y, r, `box ${css}`);
+    shapes.push(state === at ? key("the state", ring) : ring);
     if (trace.accepting.includes(state)) shapes.push(circle(x, y, r - 3, `box ${css}`));
     shapes.push(text(x, y + 4, state, state === at ? "small middle bold" : "small middle"));
   });
@@ -63,11 +63,11 @@ function automaton(trace, [columns, places], at, path, kit) {
 
 /** The bytes of each token side by side, and below them the characters that are complete. */
 function written_row(tokens, over, y, kit) {
-  const { text, line, box } = kit, cell = 23, shapes = [], places = [], bytes = [];
+  const { text, line, box, key } = kit, cell = 23, shapes = [], places = [], bytes = [];
   let x = 0;
   tokens.forEach((name, i) => {
     for (const byte of bytes_of(name)) {
-      shapes.push(box(x, y, cell - 1, 22, byte < 128 ? String.fromCharCode(byte) : hex(byte), i === tokens.length - 1 && !over ? "green" : "grey"));
+      shapes.push(key(`byte ${bytes.length}`, box(x, y, cell - 1, 22, byte < 128 ? String.fromCharCode(byte) : hex(byte), i === tokens.length - 1 && !over ? "green" : "grey")));
       places.push(x);
       bytes.push(byte);
       x += cell;
@@ -86,33 +86,26 @@ function written_row(tokens, over, y, kit) {
 }
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, legend, numbers, count } = kit, { tokens: names } = trace;
+  const { svg, rect, text, line, group: part, key, legend, numbers, count } = kit, { tokens: names } = trace;
   const { state, logits, allowed, chosen, path } = trace.steps[index], last = index === trace.steps.length - 1;
   const ranked = names.map((_, token) => token).sort((a, b) => logits[b] - logits[a]), wish = ranked[0], place = ranked.indexOf(chosen);
   const ends = chosen !== null && path.length === 0, wrong = ends && !trace.matches;
   const css_of = (token) => (token === chosen ? (wrong ? "red" : "green") : allowed.includes(token) ? "blue" : "");
-  const { shapes, bottom } = automaton(trace, PLACES[kit.params.pattern], state, path, kit);
+  const { shapes, bottom } = automaton(trace, PLACES[kit.params.pattern], state, path, chosen === null, kit);
 
-  // The mask: a bit for each token, in the order of their ids.
-  const bits = bottom + 22, cell = Math.min(24, kit.width / names.length);
-  shapes.push(text(0, bits - 6, `mask of state ${state}: may this token come next?`, "small soft"));
-  names.forEach((name, token) => {
-    const css = css_of(token), x = token * cell;
-    shapes.push(rect(x, bits, cell - 1, 18, css ? `box ${css}` : "free", name), text(x + (cell - 1) / 2, bits + 13, Number(css !== ""), `small middle${css ? "" : " soft"}`));
-  });
-
-  // The model's ranking: the first that is allowed is taken, whatever stands in front of it.
-  let [x, y] = [0, bits + 46];
-  shapes.push(text(0, y - 6, "the model’s tokens, best first: the first allowed is taken", "small soft"));
+  // The model's ranking, and under each token its bit of the mask. The first that has a 1 is taken, whatever stands in front of it.
+  let [x, y] = [0, bottom + 22];
+  shapes.push(text(0, y - 6, kit.width < 480 ? `tokens, best first, and the mask of state ${state}` : `the model’s tokens, best first, and the mask of state ${state}: the first 1 is taken`, "small soft"));
   ranked.forEach((token, rank) => {
-    const wide = Math.max(24, 6.8 * names[token].length + 10), css = css_of(token);
-    if (x + wide > kit.width) [x, y] = [0, y + 28];
-    shapes.push(rect(x, y, wide, 23, css ? `box ${css}` : "free"), text(x + wide / 2, y + 15.5, names[token], `small middle${css ? "" : " soft"}${token === chosen ? " bold" : ""}`));
-    if (!css && (place < 0 || rank < place)) shapes.push(line(x + 3, y + 12, x + wide - 3, y + 12, "soft"));
+    const wide = Math.max(24, 6.8 * names[token].length + 10), css = css_of(token), before = !css && (place < 0 || rank < place);
+    if (x + wide > kit.width) [x, y] = [0, y + 43];
+    const tile = part(x, y, rect(0, 0, wide, 38, css ? `box ${css}` : "free", `${names[token]}: ${css ? "allowed" : "forbidden"}`), text(wide / 2, 15, names[token], `small middle${css ? "" : " soft"}${token === chosen ? " bold" : ""}`),
+      text(wide / 2, 32, Number(css !== ""), `small middle${css ? " bold" : " soft"}`), before ? line(3, 11, wide - 3, 11, chosen === null ? "red" : "soft") : null);
+    shapes.push(key(`token ${token}`, tile));
     x += wide + 4;
   });
 
-  const row = y + 52, taken = trace.steps.slice(0, index + 1).filter((step) => step.path.length).map((step) => names[step.chosen]);
+  const row = y + 64, taken = trace.steps.slice(0, index + 1).filter((step) => step.path.length).map((step) => names[step.chosen]);
   shapes.push(text(0, row - 6, "written, byte by byte", "small soft"), ...written_row(taken, path.length === 0, row, kit));
 
   const visited = trace.steps.slice(0, index + 1).map((step) => step.state), masks = new Set(visited).size;
@@ -126,7 +119,7 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, row + 46, `State ${state} allows ${allowed.length} of ${names.length} tokens; taken: ${chosen === null ? "nothing" : names[chosen]}.`, ...shapes),
-      legend(["blue", "the state, and what it allows"], ["green", "taken"], ["free", "forbidden"], ...(wrong ? [["red", "an end that is none"]] : [])),
+      legend([chosen === null ? "red" : "blue", chosen === null ? "nothing is allowed" : "the state, and what it allows"], ["green", "taken"], ["free", "forbidden"], ...(wrong ? [["red", "an end that is none"]] : [])),
       numbers([`${allowed.length} of ${names.length}`, "tokens allowed", allowed.length ? "" : "red"], [masks, "masks computed"], [visited.length - masks, "found again"], ...(last ? [fate[trace.outcome]] : [])),
     ],
     text: `State ${state} allows ${count(allowed.length, "token")}. ${likes}${last ? finish[trace.outcome] : ""}`,

@@ -1,66 +1,60 @@
-// A line per request, from when its user asked until its last token: red in the client, orange in the engine's queue, blue
-// in the batch. A vertical cut counts who is where. Below: each latency, by the report's clock and by the user's.
+// One run by two clocks. Above: where each request is as the newest one is wanted, in the client, in the engine's queue or in the batch.
+// Below: each latency as the report counts it, since the request was sent, and beside it as its user does. Red is what the report leaves out.
 
 export function steps(trace) {
   return trace.requests;
 }
 
-/** A distance between ticks, in microseconds, that leaves about 60 pixels to each. */
-function tick_of(total, width) {
-  const rough = (total * 60) / width;
-  return [1e5, 2e5, 5e5, 1e6, 2e6, 5e6].find((n) => n >= rough) ?? 1e7;
-}
+const REACH = 1_250_000; // microseconds that both clocks show: a longer bar leaves the picture
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, circle, number, numbers, legend, params: p } = kit;
-  const { requests: n, arrivals, sent, admitted, done, mean_us, p99_us, capacity_milli, loop_milli } = trace;
-  const end = Math.max(...done), left = 24, px = (kit.width - left) / end, x = (us) => left + us * px;
-  const last = index === n - 1, now = last ? end : arrivals[index], ms = (us) => `${number(us / 1000)} ms`, shapes = [];
+  const { svg, rect, text, line, key, number, numbers, legend, before, width, params: p } = kit;
+  const { requests: n, arrivals, sent, admitted, done, loop_milli, capacity_milli } = trace;
+  const now = arrivals[index], last = index === n - 1, ms = (us) => `${number(Math.floor(us / 1000))} ms`, shapes = [];
 
-  // A request is a line of three parts. What is still to come when request `index` arrives is faint.
-  const top = 24, pitch = 4, bottom = top + n * pitch;
-  shapes.push(text(0, 12, `${n} requests, in the order in which they were wanted`, "small soft"), rect(left, top - 2, kit.width - left, bottom - top + 2, "free"));
-  for (let i = 0; i < n; i += 20) shapes.push(text(left - 6, top + i * pitch + 8, i, "small soft end"));
+  // Where everybody is. A request is a square that moves from place to place.
+  const places = [["in the client", "red"], ["in the engine’s queue", "grey"], ["in the batch", "blue"]], gap = 10, wide = (width - 2 * gap) / 3, cell = 9, top = 18;
+  const per_row = Math.floor((wide - 8) / cell), high = 8 + cell * Math.ceil(80 / Math.floor((width < 480 ? 100 : wide) / cell)), counts = [0, 0, 0];
+  const squares = [];
   for (let i = 0; i <= index; i++) {
-    for (const [start, stop, css] of [[arrivals[i], sent[i], "red"], [sent[i], admitted[i], "orange"], [admitted[i], done[i], "blue"]]) {
-      for (const [a, b, when] of [[start, Math.min(stop, now), ""], [Math.max(start, now), stop, " faint"]]) {
-        if (a < b) shapes.push(rect(x(a), top + i * pitch, Math.max(0.7, (b - a) * px), pitch - 0.8, css + when));
+    if (done[i] <= now) continue;
+    const where = sent[i] > now ? 0 : admitted[i] > now ? 1 : 2, place = counts[where]++;
+    squares.push(key(`request ${i}`, rect(where * (wide + gap) + 5 + (place % per_row) * cell, top + 5 + Math.floor(place / per_row) * cell, cell - 2, cell - 2, places[where][1], `request ${i}`)));
+  }
+  places.forEach(([name, css], where) => {
+    const x = where * (wide + gap), loud = counts[where] && css === "red" ? "bold red" : "soft";
+    shapes.push(text(x, 12, `${width < 480 ? name.replace("engine’s ", "") : name}: ${counts[where]}`, `small ${loud}`), rect(x, top, wide, high, "outline line"));
+  });
+  shapes.push(...squares);
+
+  // The two clocks. Both start at zero; the bar of a request is as long as it took.
+  const from = top + high + 36, pitch = width < 480 ? 2.6 : 2.9, to = from + n * pitch, half = (width - 2 * gap) / 2, px = half / REACH;
+  const sum = (since, run = trace) => run.done.slice(0, index + 1).reduce((total, at, i) => total + at - run[since][i], 0), means = [sum("sent"), sum("arrivals")].map((total) => total / (index + 1));
+  [["sent", width < 480 ? "report: since sent" : "the report: since it was sent"], ["arrivals", width < 480 ? "user: since wanted" : "its user: since it was wanted"]].forEach(([since, title], clock) => {
+    const left = clock * (half + 2 * gap), x = (us) => left + Math.min(REACH, us) * px;
+    shapes.push(text(left, from - 8, title, "bold"), rect(left, from - 2, half, to - from + 4, "free"));
+    for (let i = 0; i <= index; i++) {
+      let at = 0;
+      for (const [start, stop, css] of [["arrivals", "sent", "red"], ["sent", "admitted", "grey"], ["admitted", "done", "blue"]].slice(clock ? 0 : 1)) {
+        const us = trace[stop][i] - trace[start][i];
+        if (us > 0 && at < REACH) shapes.push(key(`${clock} ${css} ${i}`, rect(x(at), from + i * pitch, x(at + us) - x(at), pitch - 0.6, css)));
+        at += us;
       }
     }
-  }
-  if (!last) {
-    const y = top + index * pitch + pitch / 2;
-    shapes.push(line(x(now), top - 6, x(now), bottom, "accent thick"), circle(x(now), y, 3.5, "accent"));
-  }
-  const tick = tick_of(end, kit.width - left);
-  for (let at = 0; at <= end; at += tick) {
-    const word = at === 0 ? "0" : `${number(at / 1e6, tick < 1e6 ? 1 : 0)} s`, far = x(at) + 12 > kit.width;
-    shapes.push(line(x(at), bottom, x(at), bottom + 4), text(far ? kit.width : x(at), bottom + 17, word, `small soft ${far ? "end" : "middle"}`));
-  }
+    for (const us of [0, 500_000, 1_000_000]) shapes.push(line(x(us), to + 2, x(us), to + 6), text(x(us) + (us ? 0 : 1), to + 17, us ? `${us / 1e6} s` : "0", `small soft${us ? " middle" : ""}`));
+    const mark = (us, css) => line(x(us), from - 5, x(us), to + 5, css);
+    if (before && before.trace.requests === n) shapes.push(mark(sum(since, before.trace) / (index + 1), "soft dashed"));
+    shapes.push(key(`mean ${clock}`, mark(means[clock], "ink thick")));
+  });
 
-  // The same latencies by two clocks.
-  const one = bottom + 58, two = one + 40, slowest = Math.max(...arrivals.map((at, i) => done[i] - at)), lx = (kit.width - left - 6) / slowest;
-  const dot = (i, since) => left + (done[i] - since[i]) * lx, hidden = mean_us[1] > 1.5 * mean_us[0];
-  shapes.push(text(0, one - 14, "latency in the report: since it was sent", "small soft"), text(0, two + 22, "latency for the user: since it was wanted", "small soft"));
-  shapes.push(text(kit.width, two + 22, `up to ${ms(slowest)}`, "small soft end"), line(left, one, kit.width, one), line(left, two, kit.width, two));
-  for (let i = 0; i <= index; i++) {
-    const late = sent[i] > arrivals[i];
-    shapes.push(line(dot(i, sent), one, dot(i, arrivals), two, late ? "red faint" : "blue faint"));
-    shapes.push(circle(dot(i, sent), one, 2.4, "blue"), circle(dot(i, arrivals), two, 2.4, late ? "red" : "blue"));
-  }
-  if (last) [one, two].forEach((y, clock) => shapes.push(line(left + mean_us[clock] * lx, y - 9, left + mean_us[clock] * lx, y + 9, "ink thick")));
-  else shapes.push(line(dot(index, sent), one, dot(index, arrivals), two, "accent thick"));
-
-  const count_at = (from, to) => from.filter((at, i) => i <= index && at <= now && to[i] > now).length, floor = (us) => `${number(Math.floor(us / 1000))} ms`;
-  const served = number((1e6 * n) / (end - arrivals[0]), 1), limit = number(capacity_milli / 1000, 1), reached = number(loop_milli / 1000, 1), over = 1000 * p.rate > loop_milli;
-  const parts = [[sent[index] - arrivals[index], "in the client"], [admitted[index] - sent[index], "in the engine"]].filter(([us]) => us > 0).map(([us, where]) => `${ms(us)} ${where}`);
+  const hidden = means[1] > 1.2 * means[0], over = 1000 * p.rate > loop_milli, [report, users] = means.map(ms);
   return {
     picture: [
-      svg(kit.width, two + 28, `${index + 1} of ${n} requests: waiting in the client, waiting in the engine, in the batch; and their latencies by two clocks.`, ...shapes),
-      legend(["red", "waits in the client"], ["orange", "waits in the engine"], ["blue", "in the batch"], ...(last ? [["ink", "mean"]] : [])),
-      numbers([floor(mean_us[0]), "mean in the report"], [floor(mean_us[1]), "mean for the users", hidden ? "red" : ""], [ms(p99_us[0]), "P99 in the report"], [ms(p99_us[1]), "P99 for the users", hidden ? "red" : ""], [served, `a second, of ${limit}`]),
+      svg(width, to + 20, `${index + 1} of ${n} requests. ${counts[0]} wait in the client, ${counts[1]} in the engine, ${counts[2]} are in the batch. The report's mean is ${report}, the users' ${users}.`, ...shapes),
+      legend(["red", "waits in the client"], ["grey", "waits in the engine"], ["blue", "in the batch"], ["ink", "mean so far"], ...(before ? [["soft", "mean of the run before"]] : [])),
+      numbers([report, "mean in the report"], [users, "mean for the users", hidden ? "red" : ""], [number(capacity_milli / 1000, 1), "a second, at most"]),
     ],
-    text: last ? `The report says ${floor(mean_us[0])} on average, ${mean_us[0] === mean_us[1] ? "which is what the users have" : `the users say ${floor(mean_us[1])}: what is red, the report does not count`}. ${over ? `More is wanted than the ${reached} a second that ${loop_milli < capacity_milli ? "the client's limit allows" : "the engine can serve"}: in a longer run users would wait longer.` : ""}`
-      : `At ${number(now / 1e6, 2)} s request ${index} is wanted. Then ${count_at(admitted, done)} in the batch, ${count_at(sent, admitted)} waiting in the engine, ${count_at(arrivals, sent)} in the client. It ${parts.length ? `waits ${parts.join(" and ")}` : "does not wait"}, and takes ${ms(done[index] - sent[index])} in the report and ${ms(done[index] - arrivals[index])} for its user.`,
+    text: last ? `The report says ${report} on average${means[0] === means[1] ? ", and so do the users" : `, the users say ${users}: it leaves out what is red`}.${over ? " More is wanted than is served: a longer run would have longer waits." : ""}`
+      : `At ${number(now / 1e6, 2)} s request ${index} is wanted. It will take ${ms(done[index] - sent[index])} in the report and ${ms(done[index] - arrivals[index])} for its user.`,
   };
 }
