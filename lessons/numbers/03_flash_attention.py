@@ -550,11 +550,12 @@ def _draw_gpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
             points = [(r["T"], r[kind]) for r in rows if (r["D"], r["causal"]) == (D, causal) and r.get(kind)]
             if points:
                 axis.plot(*zip(*points), "o-", color=figures.COLORS[color], linewidth=2, markersize=3, label=word)
-        axis.set(xscale="log", title=f"{'causal' if causal else 'full'}, D = {D}", ylim=(0, None))
+        axis.set(xscale="log", title=f"{'causal' if causal else 'full'}, D = {D}")
         _length_ticks(axis, rows)
         axis.label_outer()
-    for axis in axes[:, 0]:
-        axis.set_ylabel("TFLOP/s")
+        if causal:
+            axis.set_ylabel("TFLOP/s")
+    axes[0, 0].set_ylim(0)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=9, ncols=4, loc="outside upper center")
     return figures.save_figure(figure, folder, "03_gpu")
 
@@ -562,7 +563,7 @@ def _draw_gpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
 def _length_ticks(axis: Any, rows: list[dict[str, Any]]) -> None:
     lengths = sorted({row["T"] for row in rows})
     axis.set_xticks(lengths, [f"{T:,}" if T < 1024 else f"{T // 1024}k" for T in lengths])
-    axis.set_xlabel("T, tokens")
+    axis.set_xlabel("T (prompt tokens)")
     axis.minorticks_off()
 
 

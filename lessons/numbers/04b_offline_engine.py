@@ -157,20 +157,23 @@ def facts() -> dict[str, Any]:
 def draw(folder: str | Path) -> list[Path]:
     """The widget's default, stage by stage: each word's share of [0, 1), what falls, and what the draw hits."""
     trace = simulate(WIDGET_DEFAULT)
-    figure, ax = figures.new_figure(8.0, 4.0)
-    rows = [("the model", trace["model"]), *((stage["stage"], stage["probs"]) for stage in trace["stages"])]
-    colors = [figures.COLORS[name] for name in ("blue", "light", "green", "orange", "purple", "grey", "ink", "red")]
+    figure, ax = figures.new_figure(8.0, 3.4)
+    rows, last = [("the model", trace["model"])], trace["stages"][-1]
+    for stage in trace["stages"]:
+        if stage["probs"] != rows[-1][1]:  # what is not set changes nothing, and has no row
+            rows.append((stage["stage"], stage["probs"]))
     for y, (_, probs) in enumerate(rows):
-        left, gone = 0.0, [i for i, p in enumerate(probs) if not p and rows[y - 1][1][i]]
+        left = 0.0
         for i, p in enumerate(probs):
-            ax.barh(y, p, left=left, height=0.62, color=colors[i], edgecolor="white", linewidth=0.8)
-            if p > 0.035:
-                word = f"{WORDS[i]} {p:.2f}" if p > 0.09 else WORDS[i] if p > 0.05 or len(WORDS[i]) < 4 else ""
-                ax.text(left + p / 2, y, word, ha="center", va="center_baseline", fontsize=9,
-                        color=figures.COLORS["ink"] if i == 1 else "white")  # fmt: skip
+            color = figures.COLORS["blue" if i in last["kept"] else "red"]
+            ax.barh(y, p, left=left, height=0.66, color=color, alpha=0.45 if i % 2 else 0.9, edgecolor="white")
+            label = next((s for s in (f"{WORDS[i]} {p:.2f}", WORDS[i]) if len(s) * 0.0128 < p), "")
+            shade = figures.COLORS["ink"] if i % 2 else "white"  # pale boxes, dark words
+            ax.text(left + p / 2, y, label, ha="center", va="center_baseline", fontsize=9, color=shade)
             left += p
-        said = f"without {', '.join(WORDS[i] for i in gone)}" if gone else ""
-        ax.text(1.01, y, said, va="center_baseline", fontsize=9, color=figures.COLORS["red"])
+    fallen = [word for i, word in enumerate(WORDS) if i not in last["kept"]]
+    ax.text(1.01, len(rows) - 1, f"without {fallen[0]},\n{', '.join(fallen[1:])}", va="center", fontsize=9,
+            color=figures.COLORS["red"])  # fmt: skip
     ax.plot(trace["u"], [len(rows) - 0.5] * NUM_DRAWS, "^", color=figures.COLORS["ink"], markersize=6, clip_on=False)
     ax.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, 1), ylim=(len(rows) - 0.35, -0.5),
            xlabel="u, and where the first twelve draws of seed 0 fall (▲)")  # fmt: skip

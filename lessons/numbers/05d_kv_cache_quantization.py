@@ -315,7 +315,7 @@ def draw(folder: str | Path) -> list[Path]:
                 style,
                 label=family,
                 color=color[shade],
-                markersize=6,
+                markersize=8,
                 markeredgecolor="white",
                 clip_on=False,
             )
@@ -324,7 +324,7 @@ def draw(folder: str | Path) -> list[Path]:
         ax.set_xticks(ticks := [2.5, 3, 3.5, 4.5, 6, 8], [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
     axes[0].axhline(table["auto"]["perplexity"], color=color["grey"], linestyle=":")
-    axes[0].text(9.5, table["auto"]["perplexity"] * 1.12, "not quantized", ha="right", fontsize=9, color=color["grey"])
+    axes[0].text(9.5, table["auto"]["perplexity"] * 1.2, "not quantized", ha="right", fontsize=9, color=color["grey"])
     axes[0].set(yscale="log")
     axes[0].set_yticks(ticks := [15, 20, 30, 50, 100, 200, 500, 1000], [f"{tick:,}" for tick in ticks])
     axes[0].minorticks_off()

@@ -193,9 +193,11 @@ def draw(folder: str | Path) -> list[Path]:
         late = sum(ms > 100 for _, ms in found)
         ax.scatter(*([ms / 1e3 for ms in column] for column in zip(*found)), 9, figures.COLORS[color], lw=0)
         ax.axvspan(*frozen, color=figures.COLORS["light"], zorder=0)
-        ax.text(9.2, 1.1, f"{late:,} of {len(found):,} take\nlonger than 0.1 s", color=figures.COLORS[color])
-        ax.set(ylabel="latency, s", xlim=(0, 20), ylim=(-0.15, 2.3), yticks=[0, 1, 2], title=title)
-    axes[0, 0].text(sum(frozen) / 2, 0.3, "frozen", ha="center", fontsize=9)
+        ax.text(9.2, 1.1, f"over 0.1 s:\n{late:,} of {len(found):,} requests", color=figures.COLORS[color])
+        ax.set(
+            ylabel="latency, s", xlim=(0, 20), ylim=(-0.15, 2.3), xticks=range(0, 21, 5), yticks=[0, 1, 2], title=title
+        )
+    axes[0, 0].text(sum(frozen) / 2, 0.3, "frozen", ha="center", fontsize=8.5)
     axes[1, 0].set(xlabel="sent at, s")
     for ax in axes[:, 1]:
         ax.remove()

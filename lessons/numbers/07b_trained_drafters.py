@@ -238,9 +238,9 @@ def draw(folder: str | Path) -> list[Path]:
         ylabel="share that is right",
         xticks=[1, 2, 3],
         xticklabels=["1st guess", "2nd guess", "3rd guess"],
-        xlim=(0.8, 3.2),
+        xlim=(0.75, 3.25),
         ylim=(0, 0.6),
-        title="Guesses after right guesses",
+        title="Is a guess right, if all before it were?",
     )
     left.legend(loc="lower left", fontsize=9)
     right.plot(

@@ -290,7 +290,7 @@ def _draw_context(folder: str | Path) -> Path:
         lines.append((values[-1], name, figures.COLORS[color]))
     below = 0.0
     for value, name, color in sorted(lines):  # each name at the end of its line, no two on one height
-        below = max(value, below * 1.42)
+        below = max(value, below * 1.6)
         axis.annotate(name, (lengths[-1], value), (lengths[-1] * 1.12, below), color=color, va="center_baseline")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")

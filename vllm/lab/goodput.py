@@ -1214,8 +1214,8 @@ def _draw_splits(folder: str | Path) -> Path:
     axis.bar_label(bars, [f"{rate:.0f}" for rate in split.values()], padding=-15, color="white", weight="bold")
     known = best(found)
     for name, label, color in (
-        ("whole", "all 8 alike,\nwhole prompts", "grey"),
-        ("chunked", f"all 8 alike,\nchunks of {known['budget']}", "orange"),
+        ("whole", "8 colocated,\nwhole prompts", "grey"),
+        ("chunked", f"8 colocated,\nchunks of {known['budget']}", "orange"),
     ):
         axis.axhline(known[name], color=figures.COLORS[color], linewidth=1.8, zorder=0)
         axis.text(1.01, known[name], f"{label}: {known[name]:.0f}", color=figures.COLORS[color], va="center",

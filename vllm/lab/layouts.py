@@ -368,7 +368,7 @@ def draw(folder: str | Path) -> list[Path]:
                 label=f"{name.removeprefix('Llama-3.1-')}, {layout}",
             )
     speed.set(xlabel="ms per token", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
-    speed.set_title("Speed of two nodes with 16, 32, … 512 sequences of 4,096 tokens, as far as they fit")
+    speed.set_title("Two nodes with 16, 32, … 512 sequences of 4,096 tokens")
     speed.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     speed.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     rows = [(name, layout, cost(models()[name], layout)) for name, choices in CHOICES.items() for layout in choices]
@@ -379,11 +379,11 @@ def draw(folder: str | Path) -> list[Path]:
     hatched = {"color": "white", "edgecolor": figures.COLORS["blue"], "hatch": "////", "linewidth": 0.6}
     memory.barh(range(len(rows)), weights, color=figures.COLORS["grey"], label="weights")
     memory.barh(range(len(rows)), own, left=weights, color=figures.COLORS["blue"], label="KV cache")
-    memory.barh(range(len(rows)), copies, left=[limit - b for b in copies], label="copies of others' KV", **hatched)
+    memory.barh(range(len(rows)), copies, left=[limit - b for b in copies], label="KV that others hold, too", **hatched)
     labels = [f"{name.removeprefix('Llama-3.1-')}, {layout}" for name, layout, _ in rows]
     memory.set_yticks(range(len(rows)), labels, fontsize=9)
     memory.tick_params(axis="y", length=0)
-    memory.invert_yaxis()
+    memory.set_ylim(len(rows) - 0.4, -0.6)
     memory.set(xlabel=f"GB of each H100 (92 % of {H100.memory / 1e9:.1f})", title="What fills each GPU's memory")
     memory.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2)
     return [figures.save_figure(figure, folder, "06c_sizing")]

@@ -250,12 +250,13 @@ def draw_owners(folder: str | Path, name: str, owners: list, preemptions: list[i
     owners = [*(b for _, b in changes), owners[-1]]  # a step in which no count changes needs no corner
     steps = [step for step, _ in owners]
     bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
-    entries = [sum(b > a == 0 for a, b in itertools.pairwise([0, *band])) for band in bands]  # more than one: came back
+    there = [[False, *(request_id in held for _, held in owners)] for request_id in ids]
+    entries = [sum(b and not a for a, b in itertools.pairwise(row)) for row in there]  # more than one: it came back
     shown = entries.index(max(entries))
     colors = [figures.COLORS["blue" if i == shown else "purple"] for i in range(len(ids))]
     axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.6, edgecolor="white")
     for color, label in (
-        ("blue", f"{ids[shown]}, begun {entries[shown]} times" if entries[shown] > 1 else ids[shown]),
+        ("blue", f"{ids[shown]}, admitted {entries[shown]} times" if entries[shown] > 1 else ids[shown]),
         ("purple", "other requests"),
     ):
         axis.fill_between([], [], color=figures.COLORS[color], label=label)
