@@ -512,54 +512,58 @@ def _draw_traffic(folder: str | Path, known: dict[str, Any]) -> Path:
 
 def _draw_cpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
     """Time and memory of three ways on the CPU that was measured."""
-    figure, axes = figures.new_figure(8.0, 3.2, ncols=2)
+    figure, (time, memory) = figures.new_figure(8.0, 3.4, ncols=2, width_ratios=(1, 1.25))
     ways = (("naive", "red", "unfused"), ("tiled", "blue", "tiled, in torch"), ("fused", "green", "PyTorch's fused"))
-    for axis, unit, label, title in ((axes[0], "ms", "milliseconds", "Time"), (axes[1], "mib", "MiB", "Peak memory")):
-        for kind, color, word in ways:
-            points = [(row["T"], max(row[f"{kind}_{unit}"], 0.5)) for row in rows if row[f"{kind}_{unit}"] is not None]
-            axis.plot(*zip(*points), color=figures.COLORS[color], linewidth=2, marker="o", markersize=4, label=word)
-        axis.set(xscale="log", yscale="log", ylabel=label, title=title)
-        _length_ticks(axis, rows)
-        axis.minorticks_off()
-        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
-    axes[1].set_yticks([0.5, 1, 10, 100, 1000], ["0", "1", "10", "100", "1,000"])  # a logarithmic axis has no zero
-    axes[0].legend(fontsize=9)
+    for i, (kind, color, word) in enumerate(ways):
+        style = {"color": figures.COLORS[color], "label": word}
+        timed = [row for row in rows if row[f"{kind}_ms"] is not None]
+        time.plot([row["T"] for row in timed], [row[f"{kind}_ms"] for row in timed], "o-", lw=2, ms=4, **style)
+        weighed = [
+            (x + 0.28 * (i - 1), row[f"{kind}_mib"]) for x, row in enumerate(rows) if row[f"{kind}_mib"] is not None
+        ]
+        bars = memory.bar(*zip(*weighed), 0.26, **style)
+        memory.bar_label(bars, [f"{mib:,.0f}" for _, mib in weighed], padding=2, fontsize=9, color=style["color"])
+    time.set(xscale="log", yscale="log", ylabel="milliseconds", title="Time")
+    _length_ticks(time, rows)
+    time.minorticks_off()
+    time.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    lengths = [tick.get_text() for tick in time.get_xticklabels()]
+    memory.set(
+        xticks=range(len(rows)), xticklabels=lengths, ylabel="MiB", title="Peak memory", xlabel=time.get_xlabel()
+    )
+    memory.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    memory.legend(fontsize=9, loc="upper left")
     return figures.save_figure(figure, folder, "03_cpu")
 
 
 def _draw_gpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
     """TFLOP/s over T on the GPU that was measured, beside PyTorch's two fused backends."""
-    figure, axes = figures.new_figure(8.0, 3.4, ncols=2, sharey=True)
+    figure, axes = figures.new_figure(8.0, 5.4, nrows=2, ncols=2, sharex=True, sharey=True)
     ways = (
-        ("ours", "blue", "warps take turns"),
-        ("plain", "orange", "all warps alike"),
+        ("ours", "blue", "ours, warps take turns"),
+        ("plain", "orange", "ours, all warps alike"),
         ("flash", "grey", "FlashAttention-2"),
         ("cudnn", "green", "cuDNN"),
     )
-    for axis, causal in zip(axes, (True, False)):
-        for (D, style), (kind, color, word) in itertools.product(((128, "-"), (64, "--")), ways):
+    for axis, (D, causal) in zip(axes.flat, itertools.product((128, 64), (True, False))):
+        for kind, color, word in ways:
             points = [(r["T"], r[kind]) for r in rows if (r["D"], r["causal"]) == (D, causal) and r.get(kind)]
             if points:
-                axis.plot(
-                    *zip(*points),
-                    style,
-                    color=figures.COLORS[color],
-                    linewidth=2,
-                    marker="o",
-                    markersize=3,
-                    label=word if D == 128 else None,
-                )
-        axis.set(xscale="log", title=f"{'causal' if causal else 'full'}, D = 128 (dashed: 64)", ylim=(0, None))
+                axis.plot(*zip(*points), "o-", color=figures.COLORS[color], linewidth=2, markersize=3, label=word)
+        axis.set(xscale="log", title=f"{'causal' if causal else 'full'}, D = {D}")
         _length_ticks(axis, rows)
-    axes[0].set_ylabel("TFLOP/s")
-    axes[1].legend(fontsize=8, ncols=2, loc="lower right")
+        axis.label_outer()
+        if causal:
+            axis.set_ylabel("TFLOP/s")
+    axes[0, 0].set_ylim(0)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize=9, ncols=4, loc="outside upper center")
     return figures.save_figure(figure, folder, "03_gpu")
 
 
 def _length_ticks(axis: Any, rows: list[dict[str, Any]]) -> None:
     lengths = sorted({row["T"] for row in rows})
     axis.set_xticks(lengths, [f"{T:,}" if T < 1024 else f"{T // 1024}k" for T in lengths])
-    axis.set_xlabel("T")
+    axis.set_xlabel("T (prompt tokens)")
     axis.minorticks_off()
 
 

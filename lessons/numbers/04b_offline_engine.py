@@ -155,27 +155,30 @@ def facts() -> dict[str, Any]:
 
 
 def draw(folder: str | Path) -> list[Path]:
-    """The widget's default, stage by stage, and the intervals of [0, 1) that the draw uses."""
+    """The widget's default, stage by stage: each word's share of [0, 1), what falls, and what the draw hits."""
     trace = simulate(WIDGET_DEFAULT)
-    figure, axes = figures.new_figure(8.0, 4.0, nrows=2, height_ratios=[3, 1.1])
-    width, colors = 0.16, [figures.COLORS[name] for name in ("grey", "orange", "purple", "green", "blue")]
-    ax, last = axes[0], trace["stages"][-1]
-    for i, (stage, color) in enumerate(zip(trace["stages"], colors)):
-        places = [x + (i - 2) * width for x in range(len(WORDS))]
-        ax.bar(places, stage["probs"], width, color=color, label=stage["stage"])
-    ax.set(xticks=range(len(WORDS)), xticklabels=WORDS, ylabel="probability")
-    ax.set_title("temperature 0.8, top_p 0.95, repetition_penalty 1.5 after “the sea → the the moon”")
-    ax.legend(ncols=5, loc="upper right", columnspacing=1.0, handlelength=1.2)
-    ax, left = axes[1], 0.0
-    for i in last["kept"]:
-        p, alpha = last["probs"][i], 0.85 - 0.12 * (i % 2 * 3)
-        ax.barh(0, p, left=left, height=0.7, color=figures.COLORS["blue"], alpha=alpha, edgecolor="white")
-        if p > 0.03:
+    figure, ax = figures.new_figure(8.0, 3.4)
+    rows, last = [("the model", trace["model"])], trace["stages"][-1]
+    for stage in trace["stages"]:
+        if stage["probs"] != rows[-1][1]:  # what is not set changes nothing, and has no row
+            rows.append((stage["stage"], stage["probs"]))
+    for y, (_, probs) in enumerate(rows):
+        left = 0.0
+        for i, p in enumerate(probs):
+            color = figures.COLORS["blue" if i in last["kept"] else "red"]
+            ax.barh(y, p, left=left, height=0.66, color=color, alpha=0.45 if i % 2 else 0.9, edgecolor="white")
+            label = next((s for s in (f"{WORDS[i]} {p:.2f}", WORDS[i]) if len(s) * 0.0128 < p), "")
             shade = figures.COLORS["ink"] if i % 2 else "white"  # pale boxes, dark words
-            ax.text(left + p / 2, 0, WORDS[i], ha="center", va="center", color=shade, fontsize=9)
-        left += p
-    ax.plot(trace["u"], [0.52] * NUM_DRAWS, "v", color=figures.COLORS["red"], clip_on=False, markersize=6)
-    ax.set(yticks=[], xlim=(0, 1), ylim=(-0.4, 0.75), xlabel="u: the first twelve draws of seed 0")
+            ax.text(left + p / 2, y, label, ha="center", va="center_baseline", fontsize=9, color=shade)
+            left += p
+    fallen = [word for i, word in enumerate(WORDS) if i not in last["kept"]]
+    ax.text(1.01, len(rows) - 1, f"without {fallen[0]},\n{', '.join(fallen[1:])}", va="center", fontsize=9,
+            color=figures.COLORS["red"])  # fmt: skip
+    ax.plot(trace["u"], [len(rows) - 0.5] * NUM_DRAWS, "^", color=figures.COLORS["ink"], markersize=6, clip_on=False)
+    ax.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, 1), ylim=(len(rows) - 0.35, -0.5),
+           xlabel="u, and where the first twelve draws of seed 0 fall (▲)")  # fmt: skip
+    ax.set_title("temperature 0.8, top_p 0.95, repetition_penalty 1.5 after “the sea → the the moon”")
+    ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     return [figures.save_figure(figure, folder, "04b_sampling")]
 

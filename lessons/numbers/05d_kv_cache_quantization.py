@@ -305,9 +305,9 @@ def draw(folder: str | Path) -> list[Path]:
     paths = [figures.save_figure(figure, folder, "05d_outlier")]
     # Quality against the bits that an element really takes.
     table, bits = known["recorded"]["formats"], known["bits"]
-    figure, axes = figures.new_figure(8.0, 3.6, ncols=2)
-    for family, (shade, names) in FAMILIES.items():
-        style = "o" if family == "8 bits" else "o-"  # other formats, not other widths: no line
+    figure, axes = figures.new_figure(8.0, 3.9, ncols=2)
+    for (family, (shade, names)), marker in zip(FAMILIES.items(), "o^Dsv", strict=True):
+        style = marker if family == "8 bits" else f"{marker}-"  # other formats, not other widths: no line
         for ax, key in zip(axes, ("perplexity", "needles")):
             ax.plot(
                 [bits[name] for name in names],
@@ -315,15 +315,21 @@ def draw(folder: str | Path) -> list[Path]:
                 style,
                 label=family,
                 color=color[shade],
-                markersize=5,
+                markersize=8,
+                markeredgecolor="white",
+                clip_on=False,
             )
-    for ax, title in zip(axes, ("perplexity (dotted: not quantized)", f"needles found, of {len(NEEDLES)}")):
-        ax.set(title=title, xlabel="bits per element, scales included", xlim=(2, 9))
+    for ax, title in zip(axes, ("perplexity", f"needles found, of {len(NEEDLES)}")):
+        ax.set(title=title, xlabel="bits per element, scales included", xscale="log", xlim=(2.2, 9.5))
+        ax.set_xticks(ticks := [2.5, 3, 3.5, 4.5, 6, 8], [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
     axes[0].axhline(table["auto"]["perplexity"], color=color["grey"], linestyle=":")
+    axes[0].text(9.5, table["auto"]["perplexity"] * 1.2, "not quantized", ha="right", fontsize=9, color=color["grey"])
     axes[0].set(yscale="log")
-    axes[0].set_yticks(ticks := [15, 20, 30, 50, 100, 200, 500, 1000], ticks)
+    axes[0].set_yticks(ticks := [15, 20, 30, 50, 100, 200, 500, 1000], [f"{tick:,}" for tick in ticks])
     axes[0].minorticks_off()
-    axes[1].legend(fontsize=9, loc="lower right")
+    axes[1].set(ylim=(0, 8.3))
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=9, ncols=5, loc="outside lower center")
     return [*paths, figures.save_figure(figure, folder, "05d_quality")]
 
 

@@ -130,14 +130,16 @@ def draw(folder: str | Path) -> list[Path]:
     for state, target, _ in sorted(trace["moves"]):
         depth.setdefault(target, depth[state] + 1)
     rows = {s: sum(depth[t] == d for t in range(s)) for s, d in depth.items()}
-    where = {s: (2.0 * d + 0.8 * rows[s], 0.5 - rows[s]) for s, d in depth.items()}
-    figure, axes = figures.new_figure(8.0, 4.4, nrows=2, height_ratios=[1.1, 1.5])
+    where = {s: (2.0 * d + 1.0 * rows[s], 0.6 - 1.3 * rows[s]) for s, d in depth.items()}
+    figure, axes = figures.new_figure(8.0, 4.7, nrows=2, height_ratios=[1.3, 1.5])
     ax = axes[0]
     for state, target, members in trace["moves"]:
         (x0, y0), (x1, y1) = where[state], where[target]
         color = orange if min(members) > 127 else ink
         ax.annotate("", (x1, y1), (x0, y0), arrowprops=dict(arrowstyle="-|>", color=color, shrinkA=14, shrinkB=14))
-        ax.text((x0 + x1) / 2, (y0 + y1) / 2 + 0.08, bytes_label(members), ha="center", va="bottom", color=color)
+        over = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # the arrow passes behind its label
+        middle = ((x0 + x1) / 2, (y0 + y1) / 2)
+        ax.text(*middle, bytes_label(members), ha="center", va="center_baseline", color=color, bbox=over)
     for state, (x, y) in where.items():
         for size in (24, 18) if state in trace["accepting"] else (24,):
             ax.plot(x, y, "o", markersize=size, markerfacecolor="white", markeredgecolor=blue, markeredgewidth=1.4)
@@ -156,7 +158,7 @@ def draw(folder: str | Path) -> list[Path]:
         ylim=(len(trace["allowed"]) - 0.5, -0.5),
         xlim=(-0.6, len(names) - 0.4),
         ylabel="state",
-        title="their masks: which tokens may come next",
+        title="the mask of each state: which tokens may come next (blue)",
     )
     ax.set_xticklabels(names, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
     ax.tick_params(length=0)

@@ -176,16 +176,34 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """What a closed loop does not see, and the front of the settings."""
-    figure, (left, right) = figures.new_figure(8.0, 3.5, ncols=2)
-    for found, label, color, size in (
-        (lesson.open_loop(lesson.freezing_server(), UNTIL, EVERY), "open: 25 a second", "blue", 14),
-        (lesson.closed_loop(lesson.freezing_server(), UNTIL), "closed: after each answer", "red", 5),
+    figure, axes = figures.new_figure(8.0, 3.9, nrows=2, ncols=2, sharex="col", width_ratios=[1.1, 1])
+    frozen = [ms / 1e3 for ms in lesson.FREEZE]
+    for ax, found, title, color in (
+        (
+            axes[0, 0],
+            lesson.open_loop(lesson.freezing_server(), UNTIL, EVERY),
+            "Open loop: 25 requests a second",
+            "blue",
+        ),
+        (
+            axes[1, 0],
+            lesson.closed_loop(lesson.freezing_server(), UNTIL),
+            "Closed loop: the next after each answer",
+            "red",
+        ),
     ):
-        points = [[ms / 1e3 for ms in column] for column in zip(*found)]
-        left.scatter(*points, size, figures.COLORS[color], label=label, lw=0)
-    left.axvspan(*(ms / 1e3 for ms in lesson.FREEZE), color=figures.COLORS["light"], zorder=0)
-    left.set(xlabel="sent at, s", ylabel="latency, s", xlim=(0, 20), title="A server that freezes once")
-    left.legend(loc="upper right", handletextpad=0.1, markerscale=2, bbox_to_anchor=(1.02, 0.95))
+        late = sum(ms > 100 for _, ms in found)
+        ax.scatter(*([ms / 1e3 for ms in column] for column in zip(*found)), 9, figures.COLORS[color], lw=0)
+        ax.axvspan(*frozen, color=figures.COLORS["light"], zorder=0)
+        ax.text(9.2, 1.1, f"over 0.1 s:\n{late:,} of {len(found):,} requests", color=figures.COLORS[color])
+        ax.set(
+            ylabel="latency, s", xlim=(0, 20), ylim=(-0.15, 2.3), xticks=range(0, 21, 5), yticks=[0, 1, 2], title=title
+        )
+    axes[0, 0].text(sum(frozen) / 2, 0.3, "frozen", ha="center", fontsize=8.5)
+    axes[1, 0].set(xlabel="sent at, s")
+    for ax in axes[:, 1]:
+        ax.remove()
+    right = figure.add_subplot(axes[0, 1].get_gridspec()[:, 1])
     known, limit = facts(), facts()["capacity"]["16"]
     for which, name, style, label, color in (
         ("load", "e2el", "o-", "open loop", "blue"),

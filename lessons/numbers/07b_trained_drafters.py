@@ -226,28 +226,35 @@ def draw(folder: str | Path) -> list[Path]:
     )
     paths = [figures.save_figure(figure, folder, "07b_tree")]
 
-    figure, (left, right) = figures.new_figure(8.0, 3.3, ncols=2)
-    for name, d in known["drafters"].items():
-        left.plot([1, 2, 3], d["agreement"], "o-", label=name)
-    left.plot(
-        [1, 2, 3],
-        [head[0] for head in known["ranks"]],
-        "o:",
-        color=figures.COLORS["green"],
-        label="medusa, whatever\ncame before",
-    )
+    figure, (left, right) = figures.new_figure(8.0, 3.8, ncols=2)
+    shown = {"draft_model": ("draft model", "blue"), "eagle": ("EAGLE", "orange"), "medusa": ("Medusa", "green")}
+    for name, (label, color) in shown.items():
+        agreement = known["drafters"][name]["agreement"]
+        left.plot([1, 2, 3], agreement, "o-", color=figures.COLORS[color], label=label)
+    green = figures.COLORS["green"]
+    whatever = [head[0] for head in known["ranks"]]
+    left.plot([1, 2, 3], whatever, "o:", color=green, label="Medusa, whatever came before")
     left.set(
-        xlabel="guess",
-        ylabel="right, if all before it were",
+        ylabel="share that is right",
         xticks=[1, 2, 3],
+        xticklabels=["1st guess", "2nd guess", "3rd guess"],
+        xlim=(0.75, 3.25),
         ylim=(0, 0.6),
-        title="Guess by guess, on 48 answers kept out",
+        title="Is a guess right, if all before it were?",
     )
-    left.legend(loc="lower left", ncols=2, fontsize=8.5)
-    right.plot([*map(int, known["tree"])], [*known["tree"].values()], "o-", label="planned tree")
-    right.plot([1, 2, 3], [expected_path(known["ranks"], chain(k)) for k in (1, 2, 3)], "o-", label="chain")
+    left.legend(loc="lower left", fontsize=9)
+    right.plot(
+        [*map(int, known["tree"])],
+        [*known["tree"].values()],
+        "o-",
+        color=figures.COLORS["purple"],
+        label="tree, planned",
+    )
     counted = known["drafters"]["medusa"]["agreement"]
-    right.plot([1, 2, 3], [training.expected_tokens(counted[:k]) for k in (1, 2, 3)], "o:", label="chain, as counted")
+    expected = [training.expected_tokens(counted[:k]) for k in (1, 2, 3)]
+    right.plot([1, 2, 3], expected, "s-", color=green, label="chain, as counted")
+    planned = [expected_path(known["ranks"], chain(k)) for k in (1, 2, 3)]
+    right.plot([1, 2, 3], planned, "o:", color=green, label="chain, planned")
     ticks = [1, 3, 7, 15, 31, 63]
     right.set(
         xscale="log",

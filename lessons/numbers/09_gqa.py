@@ -279,20 +279,26 @@ def _draw_tp(folder: str | Path, kib: dict[str, dict[str, float]]) -> Path:
 
 def _draw_context(folder: str | Path) -> Path:
     """The cache of one sequence against its length, for real configurations."""
-    figure, axis = figures.new_figure(8.0, 3.6)
+    figure, axis = figures.new_figure(8.0, 4.4)
     lengths = [1 << n for n in range(9, 18)]
     styles = zip(MODELS.items(), ("grey", "blue", "orange", "green", "red", "red", "purple", "ink"),
                  ("-", "-", "-", "--", "--", ":", "--", "-"), strict=True)  # fmt: skip
+    lines = []
     for (name, config), color, line in styles:
         values = [cache_bytes(config, n) / 2**20 for n in lengths]
-        axis.plot(lengths, values, line, color=figures.COLORS[color], label=name, linewidth=1.8)
+        axis.plot(lengths, values, line, color=figures.COLORS[color], linewidth=1.8)
+        lines.append((values[-1], name, figures.COLORS[color]))
+    below = 0.0
+    for value, name, color in sorted(lines):  # each name at the end of its line, no two on one height
+        below = max(value, below * 1.6)
+        axis.annotate(name, (lengths[-1], value), (lengths[-1] * 1.12, below), color=color, va="center_baseline")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     axis.set_xticks(lengths[1::2], [f"{n // 1024}k" for n in lengths[1::2]])
-    axis.set(xlabel="context, tokens", ylabel="MiB of cache per sequence")
+    axis.set(xlabel="context, tokens", ylabel="MiB of cache per sequence", xlim=(lengths[0], lengths[-1]))
+    axis.minorticks_off()
     axis.grid(color=figures.COLORS["light"])
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=2.6)
     return figures.save_figure(figure, folder, "09_context")
 
 

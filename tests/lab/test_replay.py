@@ -10,7 +10,7 @@ import shlex
 
 import pytest
 
-from lab import replay, workload_files
+from lab import figures, replay, workload_files
 
 
 def test_owners_of_a_trace():
@@ -23,6 +23,14 @@ def test_owners_of_a_trace():
     assert any(step.get("preempted") for step in trace["steps"])
     assert all(sum(held.values()) + step["free_blocks"][0] == 8
                for step, held in zip(trace["steps"], owners.values()) if "free_blocks" in step)  # fmt: skip
+
+
+def test_owners_are_drawn_with_the_most_preempted_in_blue(tmp_path):
+    owners = [(0, {"a": 2}), (1, {"a": 2, "b": 1}), (2, {"a": 3}), (3, {"a": 3, "b": 0}), (4, {"b": 4})]
+    drawn = workload_files.draw_owners(tmp_path, "owners", owners, [2], 4, "Two requests")
+    fills = re.findall(r"fill: (#[0-9a-f]{6})", drawn.read_text())
+    blue, purple = (fills.index(figures.COLORS[color]) for color in ("blue", "purple"))
+    assert purple < blue  # a is drawn first, and b, which came back, is the blue one
 
 
 def test_without_the_check_at_the_door_it_waits_for_ever():

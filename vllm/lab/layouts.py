@@ -352,55 +352,38 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """Tokens per second against time per token, for every layout: what each is good for."""
-    figure, axes = figures.new_figure(8.0, 3.7, ncols=2, width_ratios=[1, 1])
-    marks = {"Llama-3.1-405B": "blue", "DeepSeek-R1": "orange", "Llama-3.1-405B-FP8": "green"}
+    figure, (speed, memory) = figures.new_figure(8.0, 7.4, nrows=2, height_ratios=[1, 1.1])
+    marks = {"Llama-3.1-405B": "blue", "Llama-3.1-405B-FP8": "green", "DeepSeek-R1": "orange"}
     for name, color in marks.items():
         for layout, marker in zip(CHOICES[name], "osD"):
             curve = [cost(models()[name], layout, n) for n in (16, 32, 64, 128, 256, 512)]
             fitting = [c for c, n in zip(curve, (16, 32, 64, 128, 256, 512)) if c["kv_tokens"] >= n * 4096]
-            axes[0].plot(
+            speed.plot(
                 [c["latency_ms"] for c in fitting],
                 [c["tokens_per_second"] for c in fitting],
                 f"{marker}-",
                 color=figures.COLORS[color],
-                markersize=4,
-                linewidth=1,
-                label=f"{name.replace('Llama-3.1-', '')}: {layout}",
+                markersize=5,
+                linewidth=1.2,
+                label=f"{name.removeprefix('Llama-3.1-')}, {layout}",
             )
-    axes[0].set(xlabel="ms per token", ylabel="output tokens/s, two nodes", title="16 … 512 sequences of 4,096 tokens")
-    axes[0].set_ylim(0)
-    axes[0].set_xlim(0)
-    axes[0].legend(fontsize=7.5, loc="upper left", handlelength=1.4, borderpad=0.1)
-    axes[0].set_ylim(0, 1.5 * axes[0].get_ylim()[1])
-    axes[0].yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    speed.set(xlabel="ms per token", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
+    speed.set_title("Two nodes with 16, 32, … 512 sequences of 4,096 tokens")
+    speed.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    speed.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     rows = [(name, layout, cost(models()[name], layout)) for name, choices in CHOICES.items() for layout in choices]
-    at = range(len(rows))
-    axes[1].barh(at, [c["weights_gb"] for *_, c in rows], color=figures.COLORS["grey"], label="weights")
+    weights = [c["weights_gb"] for *_, c in rows]
     limit = roofline.GPU_MEMORY_UTILIZATION * H100.memory / 1e9
-    left = [limit - c["weights_gb"] for *_, c in rows]
-    copies = [room * (1 - 1 / c["kv_copies"]) for room, (*_, c) in zip(left, rows)]
-    axes[1].barh(
-        at,
-        [a - b for a, b in zip(left, copies)],
-        left=[c["weights_gb"] for *_, c in rows],
-        color=figures.COLORS["blue"],
-        label="KV cache",
-    )
-    axes[1].barh(
-        at,
-        copies,
-        left=[limit - b for b in copies],
-        color="white",
-        edgecolor=figures.COLORS["blue"],
-        hatch="////",
-        linewidth=0.6,
-        label="copies of others' KV",
-    )
-    labels = [f"{name.replace('Llama-3.1-', '')}, {layout}" for name, layout, _ in rows]
-    axes[1].set_yticks(list(at), labels, fontsize=8)
-    axes[1].invert_yaxis()
-    axes[1].set(xlabel=f"GB of each H100 (92 % of {H100.memory / 1e9:.1f})", title="memory")
-    axes[1].legend(
-        fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.16), handlelength=1.0, columnspacing=0.8
-    )
+    copies = [(limit - c["weights_gb"]) * (1 - 1 / c["kv_copies"]) for *_, c in rows]
+    own = [limit - w - b for w, b in zip(weights, copies)]
+    hatched = {"color": "white", "edgecolor": figures.COLORS["blue"], "hatch": "////", "linewidth": 0.6}
+    memory.barh(range(len(rows)), weights, color=figures.COLORS["grey"], label="weights")
+    memory.barh(range(len(rows)), own, left=weights, color=figures.COLORS["blue"], label="KV cache")
+    memory.barh(range(len(rows)), copies, left=[limit - b for b in copies], label="KV that others hold, too", **hatched)
+    labels = [f"{name.removeprefix('Llama-3.1-')}, {layout}" for name, layout, _ in rows]
+    memory.set_yticks(range(len(rows)), labels, fontsize=9)
+    memory.tick_params(axis="y", length=0)
+    memory.set_ylim(len(rows) - 0.4, -0.6)
+    memory.set(xlabel=f"GB of each H100 (92 % of {H100.memory / 1e9:.1f})", title="What fills each GPU's memory")
+    memory.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2)
     return [figures.save_figure(figure, folder, "06c_sizing")]

@@ -244,18 +244,25 @@ def owners_of(trace: dict) -> list[tuple[int, dict[str, int]]]:
 
 def draw_owners(folder: str | Path, name: str, owners: list, preemptions: list[int], pool: int, title: str) -> Path:
     """One band per request, the one admitted first at the bottom; height: blocks it holds."""
-    import matplotlib
-
-    figure, axis = figures.new_figure(8.0, 3.4)
+    figure, axis = figures.new_figure(8.0, 3.7)
     ids = list(dict.fromkeys(request_id for _, held in owners for request_id in held))
     changes = [(a, b) for a, b in itertools.pairwise([(None, None), *owners]) if a[1] != b[1]]
     owners = [*(b for _, b in changes), owners[-1]]  # a step in which no count changes needs no corner
     steps = [step for step, _ in owners]
     bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
-    colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])
-    axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.3, edgecolor="white")
+    there = [[False, *(request_id in held for _, held in owners)] for request_id in ids]
+    entries = [sum(b and not a for a, b in itertools.pairwise(row)) for row in there]  # more than one: it came back
+    shown = entries.index(max(entries))
+    colors = [figures.COLORS["blue" if i == shown else "purple"] for i in range(len(ids))]
+    axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.6, edgecolor="white")
+    for color, label in (
+        ("blue", f"{ids[shown]}, admitted {entries[shown]} times" if entries[shown] > 1 else ids[shown]),
+        ("purple", "other requests"),
+    ):
+        axis.fill_between([], [], color=figures.COLORS[color], label=label)
     marks = [pool * 1.045] * len(preemptions)
-    axis.plot(preemptions, marks, "v", color=figures.COLORS["red"], markersize=4, clip_on=False)
+    axis.plot(preemptions, marks, "v", color=figures.COLORS["red"], markersize=4, clip_on=False, label="preemption")
     axis.axhline(pool, color=figures.COLORS["grey"], linewidth=1)
     axis.set(xlabel="step", ylabel="blocks held", ylim=(0, pool * 1.09), xlim=(steps[0], steps[-1] + 1), title=title)
+    figure.legend(ncols=3, loc="outside lower center", fontsize=9)
     return figures.save_figure(figure, folder, name)
