@@ -7,7 +7,7 @@ import { ceil_div, comma, range, sum } from "./lib/text.mjs";
 const LINKS = { "NVLink": 450e9, "InfiniBand 400G": 50e9, "PCIe 4": 25e9, "10 GbE": 1.25e9 }; // bytes/s, one direction
 const KV_BYTES = 131_072; // of a token: Llama-3.1-8B in bf16
 const LAYERS = 32;
-const KV_TOKENS = 438_991; // that fit on an H100 beside the weights
+const KV_TOKENS = 477_742; // that fit on an H100 beside the weights
 const BLOCK_SIZE = 128;
 const BUDGET = 8192;
 const SEATS = 256;
