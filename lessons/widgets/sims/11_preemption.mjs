@@ -65,7 +65,8 @@ export function simulate(params) {
   const victim = preemptions > 0 ? times.indexOf(Math.max(...times)) : requests - 1;
   const copied_blocks = sum(steps.map((step) => step.copied));
   return {
-    params, refused, outputs, token_ns, victim, num_steps: steps.length, steps, preemptions, useful, redone, copied_blocks,
+    params, refused, outputs, token_ns, victim, num_steps: steps.length, steps, preemptions, useful, redone,
+    copied_blocks,
     recompute_us: Math.floor((redone * 10 ** 6) / params.prefill_tok_s),
     swap_us: Math.floor((copied_blocks * block_size * BYTES_PER_TOKEN) / (params.link_gb_s * 1000)),
   };

@@ -455,7 +455,7 @@ def test_contradicting_limits_are_refused_by_name(config, wrong):
 @pytest.mark.parametrize(
     "wrong",
     [{"n": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -2}, {"min_p": 1.1},
-     {"presence_penalty": 3}, {"frequency_penalty": -3}, {"repetition_penalty": 0}, {"logprobs": -1}, {"max_tokens": 0},
+     {"presence_penalty": 3}, {"frequency_penalty": -3}, {"repetition_penalty": 0}, {"logprobs": -2}, {"max_tokens": 0},
      {"min_tokens": 5, "max_tokens": 4}, {"stop": [""]}],
 )  # fmt: skip
 def test_sampling_params_out_of_range_are_refused_by_name(wrong):

@@ -108,7 +108,8 @@ class ModelRunner:
         for request_id in output.finished_req_ids:
             self.states.pop(request_id, None)
         self.prompts.forget(output.finished_req_ids)
-        self.pooler.forget(output.finished_req_ids)
+        if self.pooler.sums:
+            self.pooler.forget(output.finished_req_ids)
         if self.grammar:
             self.grammar.finish(output.finished_req_ids)
         for request in output.scheduled_new_reqs:
