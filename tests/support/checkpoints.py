@@ -23,12 +23,25 @@ def pack_by_hand(codes, order):
     return torch.where(out >= 2**31, out - 2**32, out).to(torch.int32)
 
 
+def pack_words(codes, bits):
+    """Codes of a row as one long number, the first one lowest, cut into words of 32 bits: int32 [rows, K · bits/32].
+
+    That is AutoGPTQ's order. At 3 bits its words end within the codes 10 and 21: they hold two bits of the first and
+    one of the second.
+    """
+    words = []
+    for row in codes.tolist():
+        number = sum(code << bits * i for i, code in enumerate(row)).to_bytes(len(row) * bits // 8, "little")
+        words.append(torch.frombuffer(bytearray(number), dtype=torch.int32))
+    return torch.stack(words)
+
+
 def checkpoint_layer(layout, q):
     """A layer's tensors in exactly the published layout, from codes [N, K], scales and zeros [N, G]."""
     straight, awq = range(8), (0, 2, 4, 6, 1, 3, 5, 7)
     if layout == "gptq":
-        group = torch.arange(q.codes.shape[1], dtype=torch.int32) // q.format.group
-        return {"qweight": pack_by_hand(q.codes, straight).T, "qzeros": pack_by_hand(q.zero.T - 1 & 15, straight),
+        bits, group = q.format.bits, torch.arange(q.codes.shape[1], dtype=torch.int32) // q.format.group
+        return {"qweight": pack_words(q.codes, bits).T, "qzeros": pack_words(q.zero.T - 1 & (1 << bits) - 1, bits),
                 "scales": q.scale.T, "g_idx": group}  # fmt: skip
     if layout == "awq":
         return {"qweight": pack_by_hand(q.codes.T, awq), "qzeros": pack_by_hand(q.zero.T, awq), "scales": q.scale.T}
@@ -71,7 +84,8 @@ def write_checkpoint(folder, layout, symmetric=False, **config):
     c = model.config
     tensors = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm}
     expected = {}
-    f = Format("x", "int", 4, 32, "fp16", None if symmetric else "int")
+    bits = config["bits"] if config.get("bits") in (3, 8) else 4  # a wrong one is what the file says, not what it has
+    f = Format("x", "int", bits, 32, "fp16", None if symmetric else "int")
     for i in range(c.num_hidden_layers):
         tensors[f"model.layers.{i}.input_layernorm.weight"] = model.input_norm[i]
         tensors[f"model.layers.{i}.post_attention_layernorm.weight"] = model.post_attention_norm[i]

@@ -53,7 +53,7 @@ def parser(doc: str | None, **kwargs: Any) -> Parser:
     p.add_argument(
         "--model",
         metavar="PATH_OR_ID",
-        help="a local Llama-architecture folder, or a hub id (default: SmolLM2-135M-Instruct, prepared on first use)",
+        help="a local Llama-architecture folder or .gguf file, or a hub id (default: SmolLM2-135M-Instruct)",
     )
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default auto)")
     p.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, help="seed of everything random (default 0)")

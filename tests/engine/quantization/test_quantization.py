@@ -250,6 +250,7 @@ def test_the_models_own_file(real_model, names):
 
 KERNEL_FORMATS = ("int4-g64", "int4-g32", "q4_1", "int8", "q8_0", "fp8", "fp8-e5m2", "mxfp8", "mxfp4")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+OF_CHECKPOINTS = {"blocks": formats.FP8_BLOCKS, "int8-g32": Format("int8-g32", "int", 8, 32, "fp16", "int")}  # GPTQ's
 SIZES = [(1, 1, 64), (16, 129, 64), (17, 33, 576), (33, 64, 320)]  # M, N, K
 
 
@@ -263,10 +264,11 @@ def in_every_dtype(cases, fast):
 
 @pytest.mark.parametrize(("name", "size"), [*((n, (5, 70, 192)) for n in KERNEL_FORMATS),
                                             *(("int4-g64", s) for s in SIZES), *(("fp8", s) for s in SIZES[1:3]),
+                                            ("int8-g32", (5, 70, 192)),
                                             ("int8", (3, 20, 83)), ("blocks", (5, 70, 384))])  # fmt: skip
 def test_decoding_matmul(name, size, kernels, guarded, device):
     M, N, K = size
-    q = rtn(torch.randn(N, K), FORMATS.get(name, formats.FP8_BLOCKS))
+    q = rtn(torch.randn(N, K), FORMATS.get(name) or OF_CHECKPOINTS[name])
     weight = PackedWeight.pack(q.to(device))
     for part in ("codes", "scale", "zero"):
         if (tensor := getattr(weight, part)) is not None:
@@ -954,9 +956,56 @@ def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
     assert common.relative_error(logits_of(loaded).cpu(), logits_of(original)) < 0.3
 
 
-def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
+@pytest.mark.parametrize("bits", checkpoints.GPTQ_BITS)
+def test_gptq_checkpoints_of_every_width_answer_as_the_weights_that_they_stand_for(bits, tmp_path):
+    """Those of 3 bits stand in codes of 4, the same numbers."""
+    decoded, expected = write_checkpoint(tmp_path, "gptq", bits=bits)
+    loaded = checkpoints.load_checkpoint(tmp_path)
+    for name, layer in loaded.linear.items():
+        if name != "lm_head":
+            W = torch.cat([expected[f"model.{part}"] for part in checkpoints.packed_modules(name)])
+            assert isinstance(layer, linear.QuantizedLinear) and layer.packed.format.bits == max(bits, 4)
+            assert torch.equal(layer.packed.dequantize().cpu(), W)
+            decoded.linear[name] = llama.Linear(W)
+    assert_close(logits_of(loaded).cpu(), logits_of(decoded))
+
+
+def autogptq_words_of_three_bits(codes):
+    """AutoGPTQ's own description: three words hold 10 codes and 2 bits, 1 bit, 10 codes and 1 bit, 2 bits, 10 codes."""
+    first = sum(code << 3 * i for i, code in enumerate(codes[:10])) | (codes[10] & 3) << 30
+    second = codes[10] >> 2 | sum(code << 3 * i + 1 for i, code in enumerate(codes[11:21])) | (codes[21] & 1) << 31
+    third = codes[21] >> 1 | sum(code << 3 * i + 2 for i, code in enumerate(codes[22:]))
+    return [word - 2**32 if word >= 2**31 else word for word in (first, second, third)]
+
+
+def test_three_bits_cross_from_word_to_word():
+    generator = np.random.default_rng(3)
+    codes = [generator.integers(0, 8, 32).tolist() for _ in range(40)] + [[7] * 32, [0] * 32, [4] * 32]
+    packed = torch.tensor([autogptq_words_of_three_bits(row) for row in codes], dtype=torch.int32)
+    assert checkpoints.unpack_int32(packed, bits=3).tolist() == codes
+    assert checkpoints.unpack_int32(packed.T.contiguous().T, bits=3).tolist() == codes, "as a file has it, transposed"
+    assert checkpoints.unpack_int32(packed.view(1, -1), bits=3).tolist() == [[c for row in codes for c in row]]
+
+
+@pytest.mark.parametrize(("stored", "told", "message"), [
+    (4, 3, "q_proj.qweight has 8 rows, its qzeros 16 columns; allowed for 3 bits: multiples of 3"),
+    (4, 8, r"q_proj has \[64, 2\] zero points of 8 bits for \[128, 2\] scales"),
+    (8, 4, r"q_proj has \[256, 2\] zero points of 4 bits for \[128, 2\] scales"),
+    (3, 4, r"q_proj has \[96, 2\] zero points of 4 bits"),
+])  # fmt: skip
+def test_a_width_that_the_words_do_not_have_is_one_line(stored, told, message, tmp_path):
+    write_checkpoint(tmp_path, "gptq", bits=stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["bits"] = told
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(common.InputError, match=message):
+        checkpoints.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "bits"), [("awq", 4), ("gptq", 3), ("gptq", 8)])
+def test_the_engine_runs_a_quantized_folder(layout, bits, real_model, tmp_path):
     pytest.importorskip("fastapi")
-    write_checkpoint(tmp_path, "awq")
+    write_checkpoint(tmp_path, layout, bits=bits)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folders.model_folder() / name, tmp_path)
     engine = make_llm_engine(str(tmp_path), max_model_len=64)
@@ -969,7 +1018,7 @@ def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
         checkpoints.load_checkpoint(tmp_path), [1, 2, 3], 4
     )
     assert heard[0].outputs[0].token_ids == wanted
-    with pytest.raises(common.InputError, match="awq weights already"):
+    with pytest.raises(common.InputError, match=f"{layout} weights already"):
         make_llm_engine(str(tmp_path), quantization="int8")
 
 
@@ -986,7 +1035,9 @@ def test_published_words():
 @pytest.mark.parametrize(
     ("layout", "config", "message"),
     [
-        ("gptq", {"bits": 8}, "bits 8; allowed: 4"),
+        ("gptq", {"bits": 2}, "bits 2; allowed for gptq: 3, 4, 8"),
+        ("gptq", {"bits": "4"}, "bits '4'; allowed for gptq: 3, 4, 8"),
+        ("awq", {"bits": 8}, "bits 8; allowed for awq: 4"),
         ("gptq", {"quant_method": "quip"}, "quant_method 'quip'; allowed: gptq"),
         ("compressed-tensors", {"format": "marlin-24"}, "format 'marlin-24'; allowed: pack-quantized, float"),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\]; allowed: two positive whole numbers"),

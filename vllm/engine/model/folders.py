@@ -9,6 +9,8 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import contextlib
+import glob
+import hashlib
 import importlib.util
 import json
 import os
@@ -26,16 +28,18 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 
 def model_folder(path_or_id: str | None = None, flag: str = "--model") -> Path:
-    """Resolve `--model`: None (default model), a local folder, or a hub id (its local cache, else the network)."""
+    """Resolve `--model`: None (default model), a local folder or GGUF file, or a hub id (local cache, else network)."""
     if path_or_id is None:
         return _default_folder()
     folder = Path(os.path.expanduser(path_or_id))  # a user who is not known stays as written
     if path_or_id and os.path.isdir(folder):  # False also for what may not be looked at
         return folder
+    if folder.suffix == ".gguf" and os.path.isfile(folder):
+        return _folder_of_gguf(folder)
     parts = path_or_id.split("/")
     if os.path.exists(folder) or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
         raise common.InputError(
-            f"{flag} {path_or_id}: not a folder; allowed: a local Llama folder or a hub id (owner/name)"
+            f"{flag} {path_or_id}: not a folder; allowed: a local Llama folder, a .gguf file or a hub id (owner/name)"
         )
     from huggingface_hub import snapshot_download
 
@@ -61,17 +65,29 @@ def _default_folder() -> Path:
     final = cache_folder() / DEFAULT_MODEL
     if final.is_dir():  # it appears by one rename, so if it is there it is whole
         return final
+    return _convert(_packaged_gguf(), final)
+
+
+def _folder_of_gguf(file: Path) -> Path:
+    """The folder of a GGUF file, converted once; a file that has changed since gets another one."""
+    about = file.stat()
+    version = hashlib.sha256(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:12]
+    final = cache_folder() / f"{file.stem}-{version}"
+    return final if final.is_dir() else _convert(file, final)
+
+
+def _convert(source: Path, final: Path) -> Path:
     # Another process may be doing the same: each works in a folder of its own, the first rename wins.
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for left in final.parent.glob(f"{DEFAULT_MODEL}.part-*"):  # by a run that was killed more than an hour ago
+        for left in final.parent.glob(f"{glob.escape(final.name)}.part-*"):  # a run that was killed over an hour ago
             if time.time() - left.stat().st_mtime > 3600:
                 shutil.rmtree(left, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{DEFAULT_MODEL}.part-", dir=final.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{final.name}.part-", dir=final.parent))
     except OSError as error:
         raise common.InputError(f"cannot prepare the model in {final.parent}: {error.strerror}") from None
     try:
-        gguf_files.convert_gguf(_packaged_gguf(), scratch)
+        gguf_files.convert_gguf(source, scratch)
         scratch.chmod(0o755)
         with contextlib.suppress(OSError):
             scratch.rename(final)

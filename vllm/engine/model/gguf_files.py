@@ -1,10 +1,12 @@
 """A GGUF file of the Llama architecture, written once as a Hugging Face folder.
 
-Owns the names, the order of rows and the tokenizer's parts; `folders` calls it for the default model. It never loads a
-model. vLLM: `vllm/model_executor/model_loader/gguf_loader.py`.
+Owns the names, the order of rows and the tokenizer's parts; `folders` calls it for the default model, and for a file
+that `--model` names. It never loads a model. vLLM: `vllm/model_executor/model_loader/gguf_loader.py`.
 """
 
 from __future__ import annotations
+
+import common
 
 import json
 from collections.abc import Callable
@@ -12,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+KNOWN = {
+    "general.architecture": ("llama",),
+    "tokenizer.ggml.model": ("gpt2",),
+    "tokenizer.ggml.pre": ("smollm",),
+    "llama.rope.scaling.type": (None, "none"),
+}
 
 
 def gguf_reader(path: Path) -> Any:
@@ -28,30 +37,41 @@ def gguf_reader(path: Path) -> Any:
 def convert_gguf(source: Path, folder: Path) -> None:
     """Write a GGUF file of the Llama architecture as a Hugging Face folder with fp32 weights.
 
-    Quantized tensors are decoded to the fp32 values they stand for, so nothing is lost and nothing is re-rounded.
+    Quantized tensors, of one type or of several, are decoded to the fp32 values they stand for, so nothing is lost and
+    nothing is re-rounded. Raises InputError for what is not read here.
     """
-    import gguf
     from rich.console import Console
     from rich.progress import Progress
     from safetensors.torch import save_file
 
-    reader = gguf_reader(source)
+    try:
+        reader = gguf_reader(source)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise common.InputError(f"{source}: not readable as GGUF ({error})") from None
 
-    def field(key: str) -> Any:
-        return reader.fields[key].contents()
+    def field(key: str, *default: Any) -> Any:
+        if key in reader.fields:
+            return reader.fields[key].contents()
+        if not default:
+            raise common.InputError(f"{source}: field {key} is missing")
+        return default[0]
 
+    for key, known in KNOWN.items():
+        if (value := field(key, None)) not in known:
+            allowed = ", ".join(map(str, known))
+            raise common.InputError(f"{source}: {key} is {value!r}; allowed: {allowed}")
     heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"Preparing {source.stem} (once)", total=len(reader.tensors) + 1)
         weights = {}
         for tensor in reader.tensors:
-            w = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            name, w = _decode(source, tensor)
             # llama.cpp rotates neighbours (x_2i, x_2i+1), Transformers rotates halves (x_i, x_i+D/2): reorder the rows.
             if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
                 n = heads if tensor.name.endswith("attn_q.weight") else kv_heads
                 w = w.view(n, -1, 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
-            weights[_hugging_face_name(tensor.name)] = w.contiguous()
+            weights[name] = w.contiguous()
             progress.advance(task)
 
         eos, bos = field("tokenizer.ggml.eos_token_id"), field("tokenizer.ggml.bos_token_id")
@@ -59,7 +79,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": field("llama.vocab_size"),
+            "vocab_size": field("llama.vocab_size", len(field("tokenizer.ggml.tokens"))),
             "hidden_size": field("llama.embedding_length"),
             "intermediate_size": field("llama.feed_forward_length"),
             "num_hidden_layers": field("llama.block_count"),
@@ -76,7 +96,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
             "mlp_bias": False,
             "bos_token_id": bos,
             "eos_token_id": eos,
-            "pad_token_id": field("tokenizer.ggml.padding_token_id"),
+            "pad_token_id": field("tokenizer.ggml.padding_token_id", eos),
             "dtype": "float32",
         }
         _write_json(folder / "config.json", config)
@@ -87,6 +107,21 @@ def convert_gguf(source: Path, folder: Path) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
         progress.advance(task)
+
+
+def _decode(source: Path, tensor: Any) -> tuple[str, torch.Tensor]:
+    """Transformers' name of a tensor of the file, and its weights, fp32."""
+    import gguf
+
+    try:
+        return _hugging_face_name(tensor.name), torch.from_numpy(
+            gguf.dequantize(tensor.data, tensor.tensor_type).astype("float32")
+        )
+    except (KeyError, IndexError):
+        raise common.InputError(f"{source}: no Llama has a tensor {tensor.name!r} here") from None
+    except NotImplementedError:
+        kind = tensor.tensor_type.name
+        raise common.InputError(f"{source}: {tensor.name} is {kind}, which nothing here decodes") from None
 
 
 def _hugging_face_name(name: str) -> str:
@@ -103,7 +138,7 @@ def _hugging_face_name(name: str) -> str:
     return f"{outer[parts[0]]}.{parts[1]}"
 
 
-def _write_tokenizer(field: Callable[[str], Any], folder: Path) -> None:
+def _write_tokenizer(field: Callable[..., Any], folder: Path) -> None:
     """Byte-level BPE, with every digit a token of its own (GGUF calls that pre-tokenizer "smollm")."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -122,9 +157,9 @@ def _write_tokenizer(field: Callable[[str], Any], folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[field("tokenizer.ggml.bos_token_id")],
         "eos_token": tokens[field("tokenizer.ggml.eos_token_id")],
-        "pad_token": tokens[field("tokenizer.ggml.padding_token_id")],
-        "unk_token": tokens[field("tokenizer.ggml.unknown_token_id")],
-        "chat_template": field("tokenizer.chat_template"),
+        "pad_token": tokens[field("tokenizer.ggml.padding_token_id", field("tokenizer.ggml.eos_token_id"))],
+        "unk_token": tokens[field("tokenizer.ggml.unknown_token_id", field("tokenizer.ggml.eos_token_id"))],
+        "chat_template": field("tokenizer.chat_template", None),
         "clean_up_tokenization_spaces": False,
         "model_max_length": field("llama.context_length"),
     })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoints that others quantized: three published layouts of 4-bit codes, and two of 8 bits.
+"""Checkpoints that others quantized: three published layouts of packed codes, and two of 8 bits.
 
 Owns what the files of GPTQ, AWQ, compressed-tensors and DeepSeek's FP8 look like, and a model that multiplies with
 codes; called by whoever loads a folder, and by `parallel` for each rank's part. It never rounds a weight.
@@ -32,7 +32,8 @@ from engine.quantization.linear import QuantizedLinear
 #     AWQ                 qweight [K, N/8]   along outputs, 0 2 4 6 1 3 5 7 qzeros [G, N/8]  z, in the same order
 #     compressed-tensors  weight_packed [N, K/8]  along inputs, in order   weight_zero_point [N/8, G], or none: z = 8
 #
-# Eight bits need no packing, so these matrices go by the name of what they stand for, with a scale beside them:
+# GPTQ also has codes of 8 bits, four in an int32, and of 3, whose 32 fill three without a gap.
+# Others do not pack eight bits: these matrices go by the name of what they stand for, with a scale beside them:
 #
 #     fp8                 weight e4m3 [N, K]          weight_scale_inv [⌈N/128⌉, K/128] (DeepSeek-V3's square blocks)
 #     compressed-tensors  weight e4m3 or int8 [N, K]  weight_scale [N, 1], or one number
@@ -40,13 +41,23 @@ from engine.quantization.linear import QuantizedLinear
 
 LAYOUTS = ("gptq", "awq", "compressed-tensors", "fp8")
 
+GPTQ_BITS = (3, 4, 8)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs stands at the lowest 4 bits, the next, …
 
 
-def unpack_int32(packed: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
-    """int32 [..., n] -> uint8 [..., 8 n]; the code at bits [4 i, 4 i + 4) is number order[i] of its eight."""
-    nibbles = packed[..., None] >> 4 * torch.arange(8, dtype=torch.int32) & 15  # [..., n, 8]
-    return nibbles[..., torch.tensor(order).argsort()].flatten(-2).to(torch.uint8)
+def unpack_int32(packed: torch.Tensor, order: Sequence[int] | None = None, bits: int = 4) -> torch.Tensor:
+    """int32 [..., n] -> uint8 [..., 32 n / bits]: codes of 3, 4 or 8 bits, the first in a word's lowest bits.
+
+    `order` [codes of a word]: the one at place i is number order[i] of its word. Of 3 bits, n is a multiple of 3.
+    """
+    if bits == 3:  # a code may cross from word to word, but eight of them are three bytes
+        low, middle, high = packed.contiguous().view(torch.uint8).int().unflatten(-1, (-1, 3)).unbind(-1)
+        packed = low | middle << 8 | high << 16
+    count = 8 if bits == 3 else 32 // bits
+    codes = packed[..., None] >> bits * torch.arange(count, dtype=torch.int32) & (1 << bits) - 1  # [..., n, count]
+    if order is not None:
+        codes = codes[..., torch.tensor(order).argsort()]
+    return codes.flatten(-2).to(torch.uint8)
 
 
 PARTS = {
@@ -68,8 +79,8 @@ def packed_modules(name: str) -> list[str]:
 Lookup = Callable[[str], torch.Tensor | None]  # a tensor by its name, or None
 
 
-def stored_layout(folder: Path) -> tuple[str, bool, list[int] | None]:
-    """(one of LAYOUTS, whether eight codes share an int32, the sides of a scale's block if it has any).
+def stored_layout(folder: Path) -> tuple[str, int | None, list[int] | None]:
+    """(one of LAYOUTS, bits of the codes if int32 words hold several, the sides of a scale's block if it has any).
 
     Raises InputError for what is not read here.
     """
@@ -77,8 +88,9 @@ def stored_layout(folder: Path) -> tuple[str, bool, list[int] | None]:
     layout = quantization.get("quant_method")
     if layout not in LAYOUTS:
         raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: {', '.join(LAYOUTS)}")
-    if layout in ("gptq", "awq") and quantization.get("bits", 4) != 4:
-        raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
+    bits, widths = quantization.get("bits", 4), GPTQ_BITS if layout == "gptq" else (4,)
+    if layout in ("gptq", "awq") and (type(bits) is not int or bits not in widths):
+        raise common.InputError(f"{folder}: bits {bits!r}; allowed for {layout}: {', '.join(map(str, widths))}")
     if layout == "gptq" and (version := quantization.get("checkpoint_format") or "gptq") != "gptq":
         raise common.InputError(f"{folder}: checkpoint_format {version!r}; allowed: 'gptq' (version 2 stores z itself)")
     block = quantization.get("weight_block_size")
@@ -88,8 +100,10 @@ def stored_layout(folder: Path) -> tuple[str, bool, list[int] | None]:
     known = ("pack-quantized", "float-quantized", "int-quantized")
     if layout == "compressed-tensors" and quantization.get("format") not in known:
         raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: {', '.join(known)}")
+    if layout == "compressed-tensors":
+        bits = 4  # `read_layer` sees from the shapes whether that is so
     packed = layout in ("gptq", "awq") or quantization.get("format") == "pack-quantized"
-    return layout, packed, block
+    return layout, bits if packed else None, block
 
 
 def checkpoint_tensors(folder: Path, get: Lookup) -> tuple[Lookup, dict[str, Quantized]]:
@@ -97,7 +111,7 @@ def checkpoint_tensors(folder: Path, get: Lookup) -> tuple[Lookup, dict[str, Qua
 
     `get` looks up what a folder in one of LAYOUTS stores. Raises InputError for others.
     """
-    layout, packed, block = stored_layout(folder)
+    layout, bits, block = stored_layout(folder)
     codes: dict[str, Quantized] = {}
 
     def lookup(name: str) -> torch.Tensor | None:
@@ -107,16 +121,18 @@ def checkpoint_tensors(folder: Path, get: Lookup) -> tuple[Lookup, dict[str, Qua
         prefix = name.removesuffix(".weight")
         if plain is not None:
             codes[prefix] = read_eight_bits(plain, get, prefix, block)
-        elif packed:
-            codes[prefix] = read_layer(layout, get, prefix)
+        elif bits:
+            codes[prefix] = read_layer(layout, get, prefix, bits)
         return codes[prefix].dequantize() if prefix in codes else None
 
     return lookup, codes
 
 
-def read_layer(layout: str, get: Lookup, prefix: str) -> Quantized:
-    """A layer of a checkpoint, from its tensors. Raises InputError for tensors that are missing, not of 4 bits, or
-    ordered by activation."""
+def read_layer(layout: str, get: Lookup, prefix: str, bits: int = 4) -> Quantized:
+    """A layer of a checkpoint, from its tensors. Codes of 3 bits come back in 4, which are the same numbers.
+
+    Raises InputError for tensors that are missing, not of `bits`, or ordered by activation.
+    """
 
     def need(name: str) -> torch.Tensor:
         if (tensor := get(f"{prefix}.{name}")) is None:
@@ -135,16 +151,24 @@ def read_layer(layout: str, get: Lookup, prefix: str) -> Quantized:
     else:
         scale = need("scales").T
         if layout == "gptq":
-            codes = unpack_int32(need("qweight").T)  # [N, K]
-            zero = (unpack_int32(need("qzeros")) + 1 & 15).T
+            qweight, qzeros = need("qweight").T, need("qzeros")
+            if bits == 3 and (qweight.shape[1] % 3 or qzeros.shape[1] % 3):
+                found = f"{qweight.shape[1]} rows, its qzeros {qzeros.shape[1]} columns"
+                raise common.InputError(f"weights: {prefix}.qweight has {found}; allowed for 3 bits: multiples of 3")
+            codes = unpack_int32(qweight, bits=bits)  # [N, K]
+            zero = (unpack_int32(qzeros, bits=bits) + 1 & (1 << bits) - 1).T
         else:
             codes, zero = unpack_int32(need("qweight"), AWQ_ORDER).T, unpack_int32(need("qzeros"), AWQ_ORDER).T
+        if zero.shape != scale.shape:
+            found = f"{list(zero.shape)} zero points of {bits} bits for {list(scale.shape)} scales"
+            raise common.InputError(f"weights: {prefix} has {found}; allowed: as many")
     group = codes.shape[1] // scale.shape[1]
     name = f"{prefix}.weight_g_idx" if layout == "compressed-tensors" else f"{prefix}.g_idx"
     order = get(name)
     if order is not None and not torch.equal(order.long(), torch.arange(len(order)) // group):
         raise common.InputError(f"weights: {name} regroups the inputs (desc_act); allowed: groups in order")
-    f = Format(f"int4-g{group}", "int", 4, group, "fp16", None if zero is None else "int")
+    kept = max(bits, 4)  # kernels take 4 and 8
+    f = Format(f"int{kept}-g{group}", "int", kept, group, "fp16", None if zero is None else "int")
     return Quantized(f, codes.contiguous(), scale.half().contiguous(), None if zero is None else zero.contiguous())
 
 

@@ -193,7 +193,7 @@ def json_list(text: str) -> list[str]:
 def add_model_flags(add: Callable[..., Any]) -> None:
     """Which weights, in what, and how they are sampled from by default."""
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where it runs (default auto)")
-    add("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id")
+    add("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder or .gguf file, or a hub id")
     add("--tokenizer", metavar="PATH_OR_ID", help="whose tokenizer and chat template (default: the model's)")
     add("--load-format", choices=LOAD_FORMATS, type=str.lower, help="dummy: weights at random, no file (default auto)")
     add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: as --model)")
