@@ -109,7 +109,7 @@ def test_a_server_is_started_with_what_goes_together(book, monkeypatch, capsys):
     assert "Without rejection" in told and "Without a prefix cache" in told
     (args,) = started
     assert [plug.partition("=")[0] for plug in args.plug] == ["scheduler", "sampler"] and args.port == 8123
-    assert args.enable_prefix_caching is False and not args.enable_lora
+    assert args.enable_prefix_caching is False and not hasattr(args, "enable_lora")
     cli.main(["serve", "lora", "rejection"], book)
     assert started[1].enable_lora and started[1].max_loras == 3 and "ngram" in started[1].speculative_config
 

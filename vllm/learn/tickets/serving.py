@@ -386,7 +386,7 @@ them, but the request's own count went up by one per output. So the request seem
 steps, and its time per token was the time per step, which drafts do not shorten. The gap between two
 outputs is counted once for a whole step in vLLM as well; the tokens are not.
 """,
-        cause="serving/metrics.py:PrometheusStatLogger.record",
+        cause="serving/metrics.py:PrometheusStatLogger._record_output",
         old="times.last, times.tokens = now, times.tokens + n",
         new="times.last, times.tokens = now, times.tokens + 1",
         suspects=METRICS,
