@@ -28,16 +28,16 @@ export function draw(trace, index, kit) {
   const row_frame = (t, css) => rect(MARGIN - 2, t * ROW - 1, right - MARGIN + SCORES + 2, ROW + 1, `outline ${css}`);
   const frame = per_key ? rect(MARGIN - 2, g * ROW - 2, 16 * cell + 3, ROW + 3, "outline purple") : rect(MARGIN + g * cell - 2, -2, cell + 3, 8 * ROW + 3, "outline purple");
 
-  const query = trace.query.map((sign, c) => text(MARGIN + (c + 0.5) * cell, 17, sign > 0 ? "+" : sign < 0 ? "−" : "0", "small middle"));
+  const query = () => trace.query.map((sign, c) => text(MARGIN + (c + 0.5) * cell, 17, sign > 0 ? "+" : sign < 0 ? "−" : "0", "small middle"));
   const wanted = [
-    text(0, 0, "before", "bold"), text(column, 17, "score", "small soft end"), ...query, text(9, 17, "q", "small soft end"),
+    text(0, 0, "before", "bold"), text(column, 17, "score", "small soft end"), ...query(), text(9, 17, "q", "small soft end"),
     part(0, 24, ...map(trace.keys), ...trace.scores.map((score, t) => text(column - 4, t * ROW + 13, minus(String(score)), `small end${t === trace.should_find ? " bold green" : ""}`)), row_frame(trace.should_find, "green")),
   ];
 
   // What comes back. Rotated channels can be turned back only when all of them are there.
   const ready = (t, c) => last || (per_key ? t <= index : !p.rotation && c <= index), scored = (t) => last || (per_key && t <= index);
   const back = [
-    text(0, 0, `after ${p.bits} bits${p.rotation ? ", rotated" : ""}`, "bold"), text(column, 17, "score", "small soft end"), ...query.map((sign) => sign.cloneNode(true)), text(9, 17, "q", "small soft end"),
+    text(0, 0, `after ${p.bits} bits${p.rotation ? ", rotated" : ""}`, "bold"), text(column, 17, "score", "small soft end"), ...query(), text(9, 17, "q", "small soft end"),
     part(0, 24, ...map(restored, ready), ...trace.restored_scores_milli.map((score, t) => (scored(t) ? text(column - 4, t * ROW + 13, tenth(score), `small end${last && t === trace.finds ? ` bold ${verdict}` : ""}`) : null)),
       last ? key("found", row_frame(trace.finds, verdict)) : key("scale", frame)),
   ];
