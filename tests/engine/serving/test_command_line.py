@@ -85,12 +85,12 @@ def test_parts_of_a_flag_in_a_file(config):
     ("text", "words"),
     [("- 1", "must map flags"), ("a: [", "not YAML"), ("bogus: 1", "--bogus: no such flag"), ("", "must map flags"),
      ("max_num_seq: 1", "did you mean --max-num-seqs?"), ("config: x.yaml", "--config: not in a file"),
-     ("enable-eplb: true", "--enable-eplb: in vLLM it moves experts"), ("port: x", "'x' is not a whole number"),
+     ("enable-dbo: true", "--enable-dbo: in vLLM it overlaps two halves"), ("port: x", "'x' is not a whole number"),
      ("task: generate", "--task: vLLM has dropped it")],
 )  # fmt: skip
 def test_a_file_that_is_wrong(capsys, config, text, words):
     line = refused(capsys, "--config", path := config(text))
-    named = not any(name in text for name in ("port", "eplb", "task"))  # these are the parser's own words
+    named = not any(name in text for name in ("port", "dbo", "task"))  # these are the parser's own words
     assert words in line and (f"--config {path}" in line) == named
 
 
