@@ -36,6 +36,8 @@ import pytest
 LIST = HERE / "enough_on_gpu.txt"
 # Files whose engines or kernels run on a GPU, and what of them takes minutes and shows what shorter tests show.
 FILES = {
+    "engine/experts/test_grouped_matmul": "rows_of or tiles_of",
+    "engine/quantization/test_experts": "kernel",
     "engine/model/test_llama": "",
     "lessons/test_01_kv_cache": "not recorded_bug",
     "lessons/test_02_paged_attention": "",
