@@ -92,7 +92,10 @@ def test_every_state_of_the_widget():
 
 
 def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
-    simulate = lambda: page.simulate(page.WIDGET_DEFAULT)["continuous"]  # noqa: E731
+
+    def simulate():
+        return page.simulate(page.WIDGET_DEFAULT)["continuous"]
+
     right = simulate()
     with monkeypatch.context() as patch:  # one seat stays empty
         break_class(patch, lesson.Scheduler, "while self.waiting and seats > 0", "while self.waiting and seats > 1")

@@ -510,8 +510,8 @@ SIGNS = {"<": operator.lt, "≤": operator.le, "=": operator.eq, "≠": operator
 
 def is_solved(trace: Any, solved: list[tuple[str, str, Any]]) -> bool:
     """As `kit.mjs` decides it."""
-    value = lambda what: follow(trace, what) if isinstance(what, str) and "." in what else what  # noqa: E731
-    return all(SIGNS[sign](follow(trace, where), value(what)) for where, sign, what in solved)
+    found = [follow(trace, what) if isinstance(what, str) and "." in what else what for _, _, what in solved]
+    return all(SIGNS[sign](follow(trace, where), value) for (where, sign, _), value in zip(solved, found))
 
 
 @pytest.mark.parametrize("name", LESSONS)

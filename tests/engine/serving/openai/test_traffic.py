@@ -42,7 +42,10 @@ def test_requests_are_counted_by_route_and_kind_of_status():
                       ("/v1/models/smol", None, GET | auth), ("/v1/responses/none", None, GET | auth),
                       ("/somewhere/else", None, GET), ("/health", None, GET), (COMPLETION, None, GET | auth),
                       ("/metrics", None, GET))  # fmt: skip
-    count = lambda **labels: value(metrics.text, "http_requests_total", **labels)  # noqa: E731
+
+    def count(**labels):
+        return value(metrics.text, "http_requests_total", **labels)
+
     assert count(handler=COMPLETION, method="POST", status="2xx") == 2
     assert count(handler=COMPLETION, method="POST", status="4xx") == 1  # without a key
     assert count(handler=COMPLETION, method="GET", status="4xx") == 1  # no such method
