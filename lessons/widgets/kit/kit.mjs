@@ -41,9 +41,12 @@ function write_hash(spec, params, index, last) {
   return given.size ? `#widget?${given}` : "";
 }
 
+/** A number is not parted from its unit at the end of a line. */
+const unbroken = (words) => words.replace(/(\d) (?=(?:%|[mµn]?s|[KMGT]i?B|×)(?!\w))/g, "$1\u00a0");
+
 /** The bet: asked before the picture is studied, settled by the simulation. `run(params)` shows and returns a trace. */
 function bet_box(bet, run) {
-  const verdict = html("p", { role: "status" }, html("b", {}, "Bet first. "), bet.question);
+  const verdict = html("p", { role: "status" }, html("b", {}, "Bet first. "), unbroken(bet.question));
   const name = (choice) => {
     if (bet.unit === "µs") return `${number(choice / 1000, choice < 1e5 ? 1 : 0)} ms`;
     return (typeof choice === "number" ? number(choice, Number.isInteger(choice) ? 0 : 2) : choice) + (bet.unit ? ` ${bet.unit}` : "");
@@ -55,7 +58,7 @@ function bet_box(bet, run) {
       button.className = bet.choices[i] === right ? "right" : bet.choices[i] === choice ? "wrong" : "";
       button.setAttribute("aria-pressed", bet.choices[i] === choice);
     });
-    verdict.replaceChildren(html("b", {}, choice === right ? "Right. " : `You said ${name(choice)}; it is ${name(right)}. `), bet.why);
+    verdict.replaceChildren(html("b", {}, choice === right ? "Right. " : `You said ${name(choice)}; it is ${name(right)}. `), unbroken(bet.why));
   }
   return html("div", { class: "bet", role: "group", "aria-label": "A bet" }, verdict, html("div", { class: "buttons" }, ...buttons));
 }
@@ -119,7 +122,7 @@ function mount(host) {
   const steps_bar = stepper((to) => { const was = places(picture); index = Math.min(steps - 1, Math.max(0, to)); render(was); });
   const presets = [{ name: "Reset", params: {}, says: "" }, ...spec.presets].map((preset) => ({
     ...preset,
-    node: html("button", { type: "button", class: preset.name === "Break it" ? "break" : null, onclick: () => update({ ...start, ...preset.params }) }, preset.name),
+    node: html("button", { type: "button", class: preset.name === "Break it" ? "break" : null, onclick: () => update({ ...start, ...preset.params }, preset.name === "Break it" ? Infinity : undefined) }, preset.name),
   }));
 
   /** What a drag in the picture does. */
@@ -133,7 +136,7 @@ function mount(host) {
     picture.replaceChildren(...[drawn.picture].flat());
     typing?.focus({ preventScroll: true }); // a field that stands in the picture is put back into it, and would lose focus and caret
     if (Number.isInteger(caret)) typing.setSelectionRange(caret, caret);
-    says.textContent = drawn.text;
+    says.textContent = unbroken(drawn.text);
     for (const box of [picture, says]) box.style.minHeight = `${Math.ceil(box.getBoundingClientRect().height)}px`;
     return drawn;
   }
@@ -156,7 +159,7 @@ function mount(host) {
     }, 150);
   }
 
-  /** Another run, at the same step: two of them can be compared. One that was shown to its end is shown to its end. */
+  /** Another run, at the same step: two of them can be compared. One that was shown to its end is shown to its end, and so is what breaks. */
   function update(next, at = index === steps - 1 ? Infinity : index) {
     const was = places(picture);
     if (trace && !same(next, params)) before = { trace, params };
@@ -168,10 +171,10 @@ function mount(host) {
     bar.show(params);
     printed.textContent = sim.describe(trace);
     for (const preset of presets) preset.node.setAttribute("aria-pressed", same({ ...start, ...preset.params }, params));
-    preset_says.textContent = presets.find((preset) => preset.node.getAttribute("aria-pressed") === "true")?.says ?? "";
+    preset_says.textContent = unbroken(presets.find((preset) => preset.node.getAttribute("aria-pressed") === "true")?.says ?? "");
     const solved = spec.solved && is_solved(trace, spec.solved);
     task.className = solved ? "task solved" : "task";
-    task.replaceChildren(spec.task, ...(solved ? [html("b", {}, " ✓ Solved.")] : []));
+    task.replaceChildren(unbroken(spec.task), ...(solved ? [html("b", {}, " ✓ Solved.")] : []));
     make_room();
     render(was);
     return trace;

@@ -27,7 +27,7 @@ export function draw(trace, index, kit) {
     const y = top + (high * exponent) / DECADES;
     shapes.push(line(left, y, kit.width, y, "line"), text(left - 6, y + 4, name, "small soft end"));
   }
-  shapes.push(text(left - 6, base + 15, "log scale", "small soft end"));
+  shapes.push(text(0, base + 15, "log scale", "small soft"));
   const ghosts = []; // how high the columns were before this station
   words.forEach((word, i) => {
     const x = left + i * cell, w = cell - (narrow ? 5 : 12), middle = x + w / 2;

@@ -17,7 +17,7 @@ export function draw(trace, index, kit) {
   stages.forEach((stage, i) => {
     const y = top + i * pitch, was = stages[i - 1] ?? stage, here = i === index;
     const css = `small halo ${here ? "bold" : i <= index ? "" : "soft"}`;
-    labels.push(narrow ? text(0, y - 5, stage.name, css) : text(left - 10, y + thick / 2 + 4, stage.name, `${css} end`));
+    labels.push(narrow ? text(0, y - 5, stage.name, `${css} halo`) : text(left - 10, y + thick / 2 + 4, stage.name, `${css} end`));
     if (i > index) return shapes.push(rect(left, y, 2, thick, "free"));
     let x = left;
     for (const [part, us] of Object.entries(stage.parts_us)) {

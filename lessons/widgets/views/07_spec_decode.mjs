@@ -12,7 +12,7 @@ export function draw(trace, index, kit) {
   const { svg, rect, text, line, box, key, numbers, legend, number, count } = kit;
   const i = index < SLOW * STAGES ? Math.floor(index / STAGES) : index - SLOW * (STAGES - 1), stage = index < SLOW * STAGES ? index % STAGES : 3;
   const { words, p, q, rounds, tried, distance } = trace, round = rounds[i], K = round.draft.length, fixed = (x, n = 2) => x.toFixed(n);
-  const shapes = [], narrow = kit.width < 560, wrong = distance > 1e-9, own = round.written.length > round.accepted ? round.accepted : -1;
+  const shapes = [], narrow = kit.width < 560, brief = (x) => (narrow ? fixed(x).replace(/\.?0+$/, "").replace(/^0\./, ".") : fixed(x)), wrong = distance > 1e-9, own = round.written.length > round.accepted ? round.accepted : -1;
 
   // The guesses in their columns, and under each how far the coin may go. What falls, falls out of the column.
   const pitch = Math.min(narrow ? 64 : 104, kit.width / (K + 1)), w = pitch - 5, guess_y = 18, check_y = 44, high = narrow ? 42 : 50, thrown_y = check_y + high + 19, text_y = thrown_y + 43;
@@ -23,7 +23,7 @@ export function draw(trace, index, kit) {
     if (tested) {
       const bar = round.ratio[j] * high, coin = check_y + high - round.u[j] * high;
       shapes.push(rect(x, check_y + high - bar, w, bar, `box ${css}`, `min(1, p/q) = ${fixed(round.ratio[j])}, u = ${fixed(round.u[j])}`), key(`coin ${i}.${j}`, line(x, coin, x + w, coin, "ink thick")));
-      if (w > 54) shapes.push(text(x + w / 2, check_y + high + 13, `${fixed(round.u[j])} ${kept ? "<" : "≥"} ${fixed(round.ratio[j])}`, `small middle ${css}`));
+      if (w > 54) shapes.push(text(x + w / 2, check_y + high + 13, `${brief(round.u[j])} ${kept ? "<" : "≥"} ${brief(round.ratio[j])}`, `small middle ${css}`));
     } else if (stage > 0) shapes.push(text(x + w / 2, check_y + high / 2 + 4, w > 62 ? "not asked" : "–", "small soft middle"));
     if (stage > 1) shapes.push(rect(x, guess_y, w, 21, "free faint"));
     const asked = j < round.ratio.length;

@@ -12,7 +12,7 @@ export function draw(trace, index, kit) {
   const { svg, rect, text, line, box, key, numbers, legend, number } = kit;
   const i = Math.floor(index / STAGES), stage = index % STAGES, { requests, limits_us: [ttft, tpot] } = trace, r = requests[i];
   const ms = (us) => `${number(us / 1000, us < 10_000 ? 1 : 0)} ms`, narrow = kit.width < 560, shapes = [];
-  const left = narrow ? 48 : 96, pace_w = narrow ? 64 : 118, main_w = kit.width - left - pace_w - (narrow ? 28 : 34), right = left + main_w, pace_x = right + (narrow ? 24 : 30);
+  const left = narrow ? 48 : 96, pace_w = narrow ? 64 : 118, main_w = kit.width - left - pace_w - (narrow ? 38 : 46), right = left + main_w, pace_x = right + (narrow ? 24 : 30);
   const x = (us) => left + (Math.min(us, 2 * ttft) / (2 * ttft)) * main_w; // both limits stand in the middle of their scale, whatever happens
   const px = (us) => pace_x + (Math.min(us, 2 * tpot) / (2 * tpot)) * pace_w;
 
@@ -28,7 +28,6 @@ export function draw(trace, index, kit) {
   if (stage > 1 && split) span(1, "transfer", sent, r.transfer[1] - r.arrival, "purple", `transfer: ${ms(wire)}`);
   if (stage > 2) span(2, "decode", first - rest, r.last - r.arrival, "blue", `${r.output} tokens`);
   const where = stage < 1 ? null : stage === 1 ? [queue + prefill, 0] : stage === 2 ? [split ? r.transfer[1] - r.arrival : arrived, split ? 1 : 0] : [r.last - r.arrival, 2];
-  if (where) shapes.push(key(`cache of ${i}`, box(Math.min(x(where[0]) + 3, right - 66), top + where[1] * pitch + 2, 62, high - 4, mib, where[1] === 1 ? "purple" : stage > 2 ? "blue" : "orange")));
 
   // All of them, on the same scale: time to the first token, and time per further token.
   const base = top + 3 * pitch + 25, row = narrow ? 11 : 12.5, before = kit.before?.trace.requests, until = stage > 2 ? i : i - 1;
@@ -47,12 +46,14 @@ export function draw(trace, index, kit) {
     if (took > ttft) shapes.push(key(`${n} late`, rect(x(ttft), y, x(took) - x(ttft), thick, "red", `${ms(took)}: too late`)));
     shapes.push(key(`${n} pace`, rect(pace_x, y, px(Math.min(other.tpot, tpot)) - pace_x, thick, "blue", ms(other.tpot))));
     if (other.tpot > tpot) shapes.push(key(`${n} slow`, rect(px(tpot), y, px(other.tpot) - px(tpot), thick, "red", `${ms(other.tpot)}: too slow`)));
-    if (took > 2 * ttft) shapes.push(text(right - 3, y + thick, ms(took), "small end bold halo red"));
-    if (other.tpot > 2 * tpot) shapes.push(text(pace_x + pace_w - 3, y + thick, ms(other.tpot), "small end bold halo red"));
+    if (took > 2 * ttft) shapes.push(text(right - 3, y + thick, ms(took), "small end bold halo"));
+    if (other.tpot > 2 * tpot) shapes.push(text(pace_x + pace_w - 3, y + thick, ms(other.tpot), "small end bold halo"));
     shapes.push(text(kit.width, y + thick, other.met ? "✓" : "✗", `small end bold ${other.met ? "green" : "red"}`));
   });
   const bottom = base + requests.length * row;
   for (const [at, limit, start] of [[x(ttft), ttft, top - 3], [px(tpot), tpot, base - 2]]) shapes.push(line(at, start, at, bottom, "ink dashed"), text(at, bottom + 12, `${narrow && limit === tpot ? "" : "limit "}${number(limit / 1000)} ms`, "small middle"));
+
+  if (where) shapes.push(key(`cache of ${i}`, box(Math.min(x(where[0]) + 3, right - 66), top + where[1] * pitch + 2, 62, high - 4, mib, where[1] === 1 ? "purple" : stage > 2 ? "blue" : "orange"))); // above the line of the limit
 
   const told = requests.slice(0, until + 1), count = (yes) => told.filter(yes).length, good = count((q) => q.met), late = count((q) => q.first - q.arrival > ttft), slow = count((q) => q.tpot > tpot);
   const said = [

@@ -39,7 +39,10 @@ export function draw(trace, index, kit) {
       shapes.push(text(left - 8, y + 11, label, "small soft end"), rect(left, y, wide, 14, "free"), ...inside);
       y += 18;
     };
-    const quiet = silence(run, now), beside = (us, words, css) => text(Math.min(x(us) + 5, kit.width - 6.2 * words.length), y + 11, words, `small halo ${css}`);
+    const quiet = silence(run, now), beside = (us, words, css) => {
+      const at = Math.min(x(us) + 5, kit.width - 6.6 * words.length); // at the right edge it stands on what is drawn there
+      return kit.shape("g", {}, ...(at < x(us) ? [rect(at - 3, y, kit.width - at + 3, 14, "free")] : []), text(at, y + 11, words, `small halo ${css}`));
+    };
     lane(narrow ? "stream" : "a stream", ...(quiet && quiet[0] < AXIS ? [key(`${name} silence`, rect(x(quiet[0]), y, x(quiet[1]) - x(quiet[0]), 14, "box red", `silent for ${ms(quiet[1] - quiet[0])}`))] : []),
       ...over.filter((end, i) => run.decodes[i] && end <= now && end < AXIS).map((end) => rect(x(end) - 1, y + 1, 2, 12, "blue")),
       ...(quiet ? [beside(Math.min(AXIS, Math.max(...over.filter((end) => end <= now))), `silent for ${ms(quiet[1] - quiet[0])}`, "red bold")] : []));
