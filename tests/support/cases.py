@@ -14,5 +14,5 @@ def named(*case: object) -> Iterator[None]:
     try:
         yield
     except (Exception, pytest.fail.Exception) as error:
-        error.add_note("the case: " + ", ".join(map(repr, case)))
+        error.add_note("the case: " + ", ".join(repr(each)[:300] for each in case))
         raise
