@@ -45,7 +45,7 @@ def simulate(params: dict) -> dict:
 
 
 async def _correct(case: dict) -> dict:
-    server = ScriptedServer()
+    server = _server()
     first = last = await server.ask(case)
     first["then"] = []
     for _ in CORRECT:
@@ -59,7 +59,7 @@ async def _correct(case: dict) -> dict:
 
 
 async def _ask(cases: Sequence[dict]) -> list[dict]:
-    server = ScriptedServer()
+    server = _server()
     return [await server.ask(case) for case in cases]
 
 
@@ -105,6 +105,12 @@ class ScriptedServer:
             "engine_heard": len(llm.added), "looked": ["key", *["size"] * heard.body_read, *self.signed],
             "key": case["key"], "body": re.sub("x{8,}", "xx…xx", body.decode()), "inside": case["inside"],
         }  # fmt: skip
+
+
+@functools.cache
+def _server() -> ScriptedServer:
+    """One for all states: an app's routes take longer to make than a state to answer."""
+    return ScriptedServer()
 
 
 def describe(trace: dict) -> str:

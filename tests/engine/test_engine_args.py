@@ -9,65 +9,68 @@ import dataclasses
 import pytest
 
 from engine.engine_args import EngineArgs
+from support.cases import named
 
 TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}'
 STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": "x"}}'
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"speculative_config": '{"method": "magic"}'}, "method"),
-     ({"lora_modules": ["a=b"]}, "--enable-lora"), ({"load_format": "pt"}, "auto, safetensors, dummy"),
-     *(({"enable_lora": True, "lora_modules": modules}, "--lora-modules .*" + words) for modules, words in (
-         (["a"], "must be name=path"), (["=b"], "must be name=path"), (["a=b", "a=c"], "a: each name once"),
-         (['{"name": "a"}'], "must be name=path, or JSON"), (["{"], "not JSON"), (["[1]"], "must be name=path"),
-         (['{"name": "a", "path": "b", "x": "c"}'], "base_model_name"), (['{"name": "a", "path": 1}'], "name=path"))),
-     ({"max_logprobs": -2}, "max_logprobs -2: must be a whole number of at least -1"),
-     ({"max_model_len": -2}, "at least"),
-     ({"kv_offloading_size": 0}, "kv_offloading_size 0: must be a number above 0"),
-     ({"kv_offloading_size": 1, "kv_transfer_config": STORE}, "--kv-offloading-size: not together with --kv-transfer"),
-     ({"kv_offloading_size": 1, "enable_lora": True}, "--kv-offloading-size: not together with --enable-lora"),
-     ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "not together with workers"),
-     ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
-     ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
-     ({"kv_cache_gib": 1e9}, "at most 1048576"), ({"max_model_len": 1}, "at least 2"),
-     ({"max_num_seqs": 10**20}, "at most 65536"), ({"served_model_name": [""]}, "must not be empty"),
-     ({"served_model_name": ["a", ""]}, "must not be empty"),
-     ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
-     ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
-     ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
-     ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
-     ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
-     ({"kv_transfer_config": STORE, "data_parallel_size": 2}, "not together with workers or several engines"),
-     *(({name: value}, f"{name} {value!r}: must be a whole number of at least {low}")
-       for name, low in (("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
-                         ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
-                         ("data_parallel_start_rank", 0), ("api_server_count", 1), ("block_size", 1))
-       for value in (low - 1, "x", 1.0, True)),
-     *(({name: value}, f"{name} {value!r}: must be a number above 0")
-       for name in ("gpu_memory_utilization", "kv_cache_gib") for value in (0, -1, "x", float("nan"), True)),
-     ({"dtype": "x"}, "dtype 'x': must be one of auto, float32"),
-     ({"override_generation_config": "[1]"}, "must be a JSON object"),
-     *(({"enable_lora": True} | limits, name) for name, limits in (
-         ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
-         ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
-     ({"tool_call_parser": "magic"}, "must be one of hermes, llama3_json, pythonic"),
-     ({"reasoning_parser": "magic"}, "must be one of deepseek_r1, qwen3"),
-     ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
-     ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1"),
-     ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
-     ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
-     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
-     ({"data_parallel_size": 2, "headless": True}, "data_parallel_start_rank"),
-     ({"data_parallel_size": 4, "headless": True, "data_parallel_size_local": 2, "data_parallel_start_rank": 3},
-      "data_parallel_start_rank"),
-     ({"headless": True, "api_server_count": 2}, "api_server_count"),
-     ({"tensor_parallel_size": 2, "distributed_executor_backend": "mpi"}, "uni, mp, ray"),
-     ({"data_parallel_size": 2, "data_parallel_routing": "random"}, "load, prefix")],
-)  # fmt: skip
-def test_flags_that_are_refused(wrong, words):
-    with pytest.raises(common.InputError, match=words):
-        EngineArgs(**wrong)
+REFUSED = [
+    ({"speculative_config": '{"method": "magic"}'}, "method"),
+    ({"lora_modules": ["a=b"]}, "--enable-lora"), ({"load_format": "pt"}, "auto, safetensors, dummy"),
+    *(({"enable_lora": True, "lora_modules": modules}, "--lora-modules .*" + words) for modules, words in (
+        (["a"], "must be name=path"), (["=b"], "must be name=path"), (["a=b", "a=c"], "a: each name once"),
+        (['{"name": "a"}'], "must be name=path, or JSON"), (["{"], "not JSON"), (["[1]"], "must be name=path"),
+        (['{"name": "a", "path": "b", "x": "c"}'], "base_model_name"), (['{"name": "a", "path": 1}'], "name=path"))),
+    ({"max_logprobs": -2}, "max_logprobs -2: must be a whole number of at least -1"),
+    ({"max_model_len": -2}, "at least"),
+    ({"kv_offloading_size": 0}, "kv_offloading_size 0: must be a number above 0"),
+    ({"kv_offloading_size": 1, "kv_transfer_config": STORE}, "--kv-offloading-size: not together with --kv-transfer"),
+    ({"kv_offloading_size": 1, "enable_lora": True}, "--kv-offloading-size: not together with --enable-lora"),
+    ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "not together with workers"),
+    ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
+    ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
+    ({"kv_cache_gib": 1e9}, "at most 1048576"), ({"max_model_len": 1}, "at least 2"),
+    ({"max_num_seqs": 10**20}, "at most 65536"), ({"served_model_name": [""]}, "must not be empty"),
+    ({"served_model_name": ["a", ""]}, "must not be empty"),
+    ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
+    ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
+    ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
+    ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
+    ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
+    ({"kv_transfer_config": STORE, "data_parallel_size": 2}, "not together with workers or several engines"),
+    *(({name: value}, f"{name} {value!r}: must be a whole number of at least {low}")
+      for name, low in (("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
+                        ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
+                        ("data_parallel_start_rank", 0), ("api_server_count", 1), ("block_size", 1))
+      for value in (low - 1, "x", 1.0, True)),
+    *(({name: value}, f"{name} {value!r}: must be a number above 0")
+      for name in ("gpu_memory_utilization", "kv_cache_gib") for value in (0, -1, "x", float("nan"), True)),
+    ({"dtype": "x"}, "dtype 'x': must be one of auto, float32"),
+    ({"override_generation_config": "[1]"}, "must be a JSON object"),
+    *(({"enable_lora": True} | limits, name) for name, limits in (
+        ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
+        ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
+    ({"tool_call_parser": "magic"}, "must be one of hermes, llama3_json, pythonic"),
+    ({"reasoning_parser": "magic"}, "must be one of deepseek_r1, qwen3"),
+    ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+    ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1"),
+    ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
+    ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
+    ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
+    ({"data_parallel_size": 2, "headless": True}, "data_parallel_start_rank"),
+    ({"data_parallel_size": 4, "headless": True, "data_parallel_size_local": 2, "data_parallel_start_rank": 3},
+     "data_parallel_start_rank"),
+    ({"headless": True, "api_server_count": 2}, "api_server_count"),
+    ({"tensor_parallel_size": 2, "distributed_executor_backend": "mpi"}, "uni, mp, ray"),
+    ({"data_parallel_size": 2, "data_parallel_routing": "random"}, "load, prefix"),
+]  # fmt: skip
+
+
+def test_flags_that_are_refused():
+    for wrong, words in REFUSED:
+        with named(wrong, words), pytest.raises(common.InputError, match=words):
+            EngineArgs(**wrong)
 
 
 def test_adapters_to_start_with_in_three_ways():

@@ -23,6 +23,7 @@ from engine.request import Request, RequestStatus, SamplingParams, check_stop
 from engine.worker.input_batch import InputBatch
 from lab import cli
 from support.broken import break_class
+from support.cases import named
 from support.close import assert_close
 from support.runners import runner_of
 
@@ -440,27 +441,28 @@ def test_32_requests_on_the_real_model(real_model):
 # --- Wrong input ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n", 0), ("n", 1.5), ("n", "2"), ("n", None), ("temperature", -0.1), ("temperature", 2.1),
-        ("temperature", "hot"), ("temperature", float("nan")), ("temperature", None), ("top_k", -2), ("top_k", 1.0),
-        ("top_k", True), ("top_p", 0), ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1),
-        ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0),
-        ("repetition_penalty", 1e-300), ("logit_bias", {1: 1e300}), ("logit_bias", {1: -101}),
-        ("repetition_penalty", float("inf")), ("logprobs", -2), ("logprobs", "2"), ("logprobs", 0.5), ("max_tokens", 0),
-        ("max_tokens", "16"), ("min_tokens", -1), ("min_tokens", 17), ("seed", 0.5), ("seed", "x"), ("stop", [""]),
-        ("stop", [3]), ("logit_bias", [1]), ("logit_bias", {1: "a"}), ("logit_bias", {1: float("nan")}),
-        ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("stop_token_ids", 0),
-        ("stop_token_ids", {1: 2}), ("stop", 5), ("stop", 0), ("stop", {"a": 1}), ("stop", b"a"), ("stop", ""),
-        ("n", 16_385),
-    ],
-)  # fmt: skip
-def test_wrong_sampling_params_name_the_field(field, value):
-    with pytest.raises(common.InputError, match=field) as error:
-        SamplingParams(**{field: value})
-    assert len(str(error.value).splitlines()) == 1 and isinstance(error.value, ValueError)
-    assert str(error.value).startswith(field), "and the server blames the field that comes first"
+WRONG_PARAMS = [
+    ("n", 0), ("n", 1.5), ("n", "2"), ("n", None), ("temperature", -0.1), ("temperature", 2.1),
+    ("temperature", "hot"), ("temperature", float("nan")), ("temperature", None), ("top_k", -2), ("top_k", 1.0),
+    ("top_k", True), ("top_p", 0), ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1),
+    ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-300), ("logit_bias", {1: 1e300}), ("logit_bias", {1: -101}),
+    ("repetition_penalty", float("inf")), ("logprobs", -2), ("logprobs", "2"), ("logprobs", 0.5), ("max_tokens", 0),
+    ("max_tokens", "16"), ("min_tokens", -1), ("min_tokens", 17), ("seed", 0.5), ("seed", "x"), ("stop", [""]),
+    ("stop", [3]), ("logit_bias", [1]), ("logit_bias", {1: "a"}), ("logit_bias", {1: float("nan")}),
+    ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("stop_token_ids", 0),
+    ("stop_token_ids", {1: 2}), ("stop", 5), ("stop", 0), ("stop", {"a": 1}), ("stop", b"a"), ("stop", ""),
+    ("n", 16_385),
+]  # fmt: skip
+
+
+def test_wrong_sampling_params_name_the_field():
+    for field, value in WRONG_PARAMS:
+        with named(field, value):
+            with pytest.raises(common.InputError, match=field) as error:
+                SamplingParams(**{field: value})
+            assert len(str(error.value).splitlines()) == 1 and isinstance(error.value, ValueError)
+            assert str(error.value).startswith(field), "and the server blames the field that comes first"
 
 
 def test_lists_of_ways_to_stop_are_copies():

@@ -38,6 +38,7 @@ from engine.core.stats import SpecDecodingStats
 from engine.spec_decode import drafters
 from engine.spec_decode.drafters import Draft, DraftContext, Drafter, SpeculativeConfig
 from lab import enumeration
+from support.cases import named
 from support.close import Close
 from support.jobs import prompts_and_params, ruled
 from support.oracle import Oracle
@@ -70,13 +71,13 @@ def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, 
 # --- The rule -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("K", range(6))
-@pytest.mark.parametrize("pair", PAIRS, ids=list(page.PAIRS))
-def test_adversarial_pairs_by_enumeration(pair, K):
-    p, q = pair
-    found = enumeration.exact_output(lambda _: p, lambda _: q, K, length=3)
-    for output in itertools.product(range(3), repeat=3):
-        assert abs(found.get(output, 0.0) - p[output[0]] * p[output[1]] * p[output[2]]) < 1e-12
+def test_adversarial_pairs_by_enumeration():
+    for pair, K in itertools.product(PAIRS, range(6)):
+        with named(pair, K):
+            p, q = pair
+            found = enumeration.exact_output(lambda _, p=p: p, lambda _, q=q: q, K, length=3)
+            for output in itertools.product(range(3), repeat=3):
+                assert abs(found.get(output, 0.0) - p[output[0]] * p[output[1]] * p[output[2]]) < 1e-12
 
 
 def test_only_rounding_is_forgiven(tiny_model):
@@ -594,21 +595,22 @@ def test_an_empty_batch(kernels, device):
     assert lesson.sum_tiles_kernel.launches == before, "a GPU refuses a grid of nothing"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_counts_are_leading_agreements(seed):
-    rng = random.Random(seed)
-    drafts = [[rng.randrange(2) for _ in range(rng.randrange(5))] for _ in range(rng.randrange(1, 6))]
-    flat = [t for draft in drafts for t in (*draft, -1)]
-    tokens = [rng.randrange(2) for _ in flat]
-    starts = [0, *itertools.accumulate(len(draft) + 1 for draft in drafts)]
-    want = []
-    for draft, start in zip(drafts, starts):
-        n = 0
-        while n < len(draft) and tokens[start + n] == draft[n]:
-            n += 1
-        want.append(n + 1)
-    found = lesson.count_sampled(torch.tensor(tokens), torch.tensor(flat), torch.tensor(starts))
-    assert found.tolist() == want
+def test_counts_are_leading_agreements():
+    for seed in range(20):
+        with named(seed):
+            rng = random.Random(seed)
+            drafts = [[rng.randrange(2) for _ in range(rng.randrange(5))] for _ in range(rng.randrange(1, 6))]
+            flat = [t for draft in drafts for t in (*draft, -1)]
+            tokens = [rng.randrange(2) for _ in flat]
+            starts = [0, *itertools.accumulate(len(draft) + 1 for draft in drafts)]
+            want = []
+            for draft, start in zip(drafts, starts):
+                n = 0
+                while n < len(draft) and tokens[start + n] == draft[n]:
+                    n += 1
+                want.append(n + 1)
+            found = lesson.count_sampled(torch.tensor(tokens), torch.tensor(flat), torch.tensor(starts))
+            assert found.tolist() == want
 
 
 # --- Drafters -------------------------------------------------------------------------------------------------------
@@ -699,34 +701,34 @@ def test_lookahead_drafts_leftovers_and_what_it_has_pooled():
     assert not drafter.rows and not drafter.pool
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"method": "magic"}, "method 'magic'.*ngram"),
-        ({"num_speculative_tokens": 0}, "from 1 to 128"),
-        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
-        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min 3"),
-        ({"prompt_lookup_max": -1}, "prompt_lookup_max"),
-        ({"prompt_lookup_max": 0}, "prompt_lookup_max 0: must be a whole number of at least 1"),
-        ({"prompt_lookup_max": False}, "prompt_lookup_max False"),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min 0"),
-        ({"prompt_lookup_min": 0, "prompt_lookup_max": 4}, "prompt_lookup_min 0"),
-        ({"suffix_decoding_max_spec_factor": 0}, "above 0"),
-        ({"model": 3}, "a path"),
-        ({"num_speculative_tokens_schedule": "x"}, "heuristic"),
-        ({"colour": 1}, "no such key"),
-        ([], "JSON object"),
-        ("{", "JSON"),
-        ({"num_speculative_tokens_per_batch_size": [[2, 4, 1]]}, "from 1 on"),
-        ({"num_speculative_tokens_per_batch_size": [[1, 4, 9]]}, "at most"),
-        ({"num_speculative_tokens_per_batch_size": [[1, 4, 2], [4, 8, 1]]}, "overlap"),
-        ({"num_speculative_tokens_per_batch_size": [1]}, "list"),
-        ({"num_speculative_tokens_per_batch_size": []}, "list"),
-    ],
-)
-def test_configs_that_are_refused(wrong, words):
-    with pytest.raises(common.InputError, match=words):
-        SpeculativeConfig.from_json(wrong)
+REFUSED_CONFIGS = [
+    ({"method": "magic"}, "method 'magic'.*ngram"),
+    ({"num_speculative_tokens": 0}, "from 1 to 128"),
+    ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+    ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min 3"),
+    ({"prompt_lookup_max": -1}, "prompt_lookup_max"),
+    ({"prompt_lookup_max": 0}, "prompt_lookup_max 0: must be a whole number of at least 1"),
+    ({"prompt_lookup_max": False}, "prompt_lookup_max False"),
+    ({"prompt_lookup_min": 0}, "prompt_lookup_min 0"),
+    ({"prompt_lookup_min": 0, "prompt_lookup_max": 4}, "prompt_lookup_min 0"),
+    ({"suffix_decoding_max_spec_factor": 0}, "above 0"),
+    ({"model": 3}, "a path"),
+    ({"num_speculative_tokens_schedule": "x"}, "heuristic"),
+    ({"colour": 1}, "no such key"),
+    ([], "JSON object"),
+    ("{", "JSON"),
+    ({"num_speculative_tokens_per_batch_size": [[2, 4, 1]]}, "from 1 on"),
+    ({"num_speculative_tokens_per_batch_size": [[1, 4, 9]]}, "at most"),
+    ({"num_speculative_tokens_per_batch_size": [[1, 4, 2], [4, 8, 1]]}, "overlap"),
+    ({"num_speculative_tokens_per_batch_size": [1]}, "list"),
+    ({"num_speculative_tokens_per_batch_size": []}, "list"),
+]
+
+
+def test_configs_that_are_refused():
+    for wrong, words in REFUSED_CONFIGS:
+        with named(wrong, words), pytest.raises(common.InputError, match=words):
+            SpeculativeConfig.from_json(wrong)
 
 
 def test_configs_as_vllm_reads_them():

@@ -14,6 +14,7 @@ from engine import registry
 from engine.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from lab import cli
 from lab.links import LINKS, Link, wire_bytes
+from support.cases import named
 from support.scripts import run
 
 lesson, page = registry.lesson("05c_tensor_parallel"), cli.numbers("05c_tensor_parallel")
@@ -60,34 +61,37 @@ def states():
     return [dict(zip(SPACE, values)) for values in itertools.product(*SPACE.values())]
 
 
-@pytest.mark.parametrize("params", states(), ids=lambda p: "-".join(map(str, p.values())))
-def test_every_state_of_the_widget(params):
-    trace = page.simulate(params)
-    n, x = params["ranks"], page.INPUTS[params["input"]]
-    h = [max(0, sum(a * b for a, b in zip(row, x))) for row in page.A]
-    want = [sum(a * b for a, b in zip(row, h)) for row in page.B]
-    assert trace["reference"] == want
-    after = "replicated" if params["all_reduce"] == "kept" or n == 1 else "broken"
-    layouts = ["replicated", "sharded", "partial", after]
-    layouts += [after, "sharded", "replicated"] if params["order"] == "row, column" else []
-    assert [step["layout"] for step in trace["steps"]] == layouts
-    for step in trace["steps"]:
-        assert len(step["values"]) == n
-        if step["layout"] == "replicated":
-            assert all(value == step["values"][0] for value in step["values"])
-        if step["layout"] == "partial" and params["order"] == "column, row":
-            assert [sum(column) for column in zip(*step["values"])] == want, "the sum of partials is the result"
-    if params["order"] == "column, row":
-        assert [*itertools.chain(*trace["steps"][1]["values"])] == h, "shards, laid side by side, are the hidden layer"
-    if params["all_reduce"] == "kept" or n == 1:
-        assert all(trace["right"]) and trace["agree"]
-        assert trace["collectives"] == (0 if n == 1 else page.ORDERS.index(params["order"]) + 1)
-    elif params["order"] == "column, row":
-        assert not all(trace["right"]) and trace["sent"] == 0
-        assert trace["right"][0] == (params["input"] == "lucky"), "a test that looks at rank 0 alone may pass"
-    else:
-        assert not any(trace["right"]) and trace["agree"], "after the gather all agree, on a wrong answer"
-    assert len(page.describe(trace).splitlines()) <= 15
+def test_every_state_of_the_widget():
+    for params in states():
+        with named(params):
+            trace = page.simulate(params)
+            n, x = params["ranks"], page.INPUTS[params["input"]]
+            h = [max(0, sum(a * b for a, b in zip(row, x))) for row in page.A]
+            want = [sum(a * b for a, b in zip(row, h)) for row in page.B]
+            assert trace["reference"] == want
+            after = "replicated" if params["all_reduce"] == "kept" or n == 1 else "broken"
+            layouts = ["replicated", "sharded", "partial", after]
+            layouts += [after, "sharded", "replicated"] if params["order"] == "row, column" else []
+            assert [step["layout"] for step in trace["steps"]] == layouts
+            for step in trace["steps"]:
+                assert len(step["values"]) == n
+                if step["layout"] == "replicated":
+                    assert all(value == step["values"][0] for value in step["values"])
+                if step["layout"] == "partial" and params["order"] == "column, row":
+                    assert [sum(column) for column in zip(*step["values"])] == want, "the sum of partials is the result"
+            if params["order"] == "column, row":
+                assert [*itertools.chain(*trace["steps"][1]["values"])] == h, (
+                    "shards, side by side, are the hidden layer"
+                )
+            if params["all_reduce"] == "kept" or n == 1:
+                assert all(trace["right"]) and trace["agree"]
+                assert trace["collectives"] == (0 if n == 1 else page.ORDERS.index(params["order"]) + 1)
+            elif params["order"] == "column, row":
+                assert not all(trace["right"]) and trace["sent"] == 0
+                assert trace["right"][0] == (params["input"] == "lucky"), "a test that looks at rank 0 alone may pass"
+            else:
+                assert not any(trace["right"]) and trace["agree"], "after the gather all agree, on a wrong answer"
+            assert len(page.describe(trace).splitlines()) <= 15
 
 
 def test_broken_layers_break_the_simulation(monkeypatch):

@@ -18,25 +18,27 @@ from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import CLIENTS
 from lab import cli
 from support import scripts
+from support.cases import named
 
 lesson, page = registry.lesson("06e_async_engine"), cli.numbers("06e_async_engine")
 
 
-@pytest.mark.parametrize("handoff", list(lesson.HANDOFFS))
-@pytest.mark.parametrize("step", page.WIDGET_CHOICES["step_ms"])
-@pytest.mark.parametrize("read_ms", page.WIDGET_CHOICES["read_ms"])
-def test_a_slow_reader(handoff, step, read_ms):
-    trace = page.simulate({"handoff": handoff, "step_ms": step, "read_ms": read_ms, "tokens": 32})
-    assert sum(read["tokens"] for read in trace["reads"]) == 32 == len(trace["put_at"])
-    assert trace["reads"][-1]["left"] == 0
-    at = [read["at"] for read in trace["reads"]]
-    assert all(b - a >= read_ms for a, b in itertools.pairwise(at))
-    if handoff == "collector":
-        assert trace["most_items"] == 1 and trace["engine_waited"] == 0 and trace["oldest"] <= read_ms
-    elif handoff == "queue":
-        assert trace["engine_waited"] == 0 and len(at) == 32
-    else:
-        assert trace["most_items"] <= lesson.BOUND and trace["engine_done"] >= 27 * read_ms
+def test_a_slow_reader():
+    for read_ms, step, handoff in itertools.product(
+        page.WIDGET_CHOICES["read_ms"], page.WIDGET_CHOICES["step_ms"], list(lesson.HANDOFFS)
+    ):
+        with named(read_ms, step, handoff):
+            trace = page.simulate({"handoff": handoff, "step_ms": step, "read_ms": read_ms, "tokens": 32})
+            assert sum(read["tokens"] for read in trace["reads"]) == 32 == len(trace["put_at"])
+            assert trace["reads"][-1]["left"] == 0
+            at = [read["at"] for read in trace["reads"]]
+            assert all(b - a >= read_ms for a, b in itertools.pairwise(at))
+            if handoff == "collector":
+                assert trace["most_items"] == 1 and trace["engine_waited"] == 0 and trace["oldest"] <= read_ms
+            elif handoff == "queue":
+                assert trace["engine_waited"] == 0 and len(at) == 32
+            else:
+                assert trace["most_items"] <= lesson.BOUND and trace["engine_done"] >= 27 * read_ms
 
 
 def test_the_widget_uses_the_real_collector(monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import common  # noqa: F401  it settles the device before torch is used
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -108,10 +109,15 @@ def weights_read(config: Mapping[str, Any]) -> tuple[int, int]:
 
     The input embedding is not among them: a pass reads one row of it per token.
     """
-    shapes = llama.tensor_shapes(llama_config(config))
+    return _matrices(llama_config(config))
+
+
+@functools.cache  # a simulation asks at every step
+def _matrices(config: LlamaConfig) -> tuple[int, int]:
+    shapes = llama.tensor_shapes(config)
     embedding = math.prod(shapes["model.embed_tokens.weight"])  # as large as the output matrix
     total = sum(map(math.prod, shapes.values()))
-    return total - embedding * (1 if config["tie_word_embeddings"] else 2), embedding
+    return total - embedding * (1 if config.tie_word_embeddings else 2), embedding
 
 
 def step_cost(

@@ -20,6 +20,7 @@ from engine.request import Request, SamplingParams
 from lab import cli, replay, workload_files
 from support import scripts
 from support.broken import break_class
+from support.cases import named
 from support.recordings import GOLDEN, trace_of
 
 page = cli.numbers("11_preemption")
@@ -261,13 +262,14 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("workload, field", MALFORMED, ids=[f"{i}-{field}" for i, (_, field) in enumerate(MALFORMED)])
-def test_malformed_workloads_get_one_line_that_names_the_field(capsys, tmp_path, workload, field):
-    path = tmp_path / "workload.json"
-    path.write_text(json.dumps(workload))
-    code, out, error = run(capsys, WORKLOADS[0], path, "--out", tmp_path / "out")
-    assert (code, out) == (2, "")
-    assert len(error.splitlines()) == 1 and field in error and str(path) in error, error
+def test_malformed_workloads_get_one_line_that_names_the_field(capsys, tmp_path):
+    for workload, field in MALFORMED:
+        with named(workload, field):
+            path = tmp_path / "workload.json"
+            path.write_text(json.dumps(workload))
+            code, out, error = run(capsys, WORKLOADS[0], path, "--out", tmp_path / "out")
+            assert (code, out) == (2, "")
+            assert len(error.splitlines()) == 1 and field in error and str(path) in error, error
 
 
 NAN = json.dumps(GOOD | {"note": float("nan")}).encode()  # in a field that nobody reads

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import common
 
+import functools
+import itertools
 import math
 import random
 
@@ -18,6 +20,7 @@ from engine.request import NO_TOKEN_ID, Request, SamplingParams
 from engine.sampling import sampler
 from engine.sampling.sampler import Sampler, SamplingState, adjust_logits, distribution, draw_tokens, uniforms
 from lab.naive_sampler import reference_distribution
+from support.cases import named
 
 tour = registry.lesson("04b_offline_engine")
 INF = math.inf
@@ -45,24 +48,25 @@ def test_a_batch_of_random_requests_equals_the_reference(seed):
     assert common.relative_error(got, want) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("params", "kept"),
-    [
-        ({}, [0, 1, 2, 3]), ({"top_k": 1}, [0]), ({"top_k": 2}, [0, 1, 2]), ({"top_k": 3}, [0, 1, 2]),
-        ({"top_k": 9}, [0, 1, 2, 3]),
-        ({"top_k": -1}, [0, 1, 2, 3]), ({"top_p": 0.39}, [0]), ({"top_p": 0.41}, [0, 1, 2]),
-        ({"top_p": 0.89}, [0, 1, 2]),
-        ({"top_p": 0.91}, [0, 1, 2, 3]), ({"min_p": 0.3}, [0, 1, 2]), ({"min_p": 0.7}, [0]), ({"min_p": 1}, [0]),
-        # top_p looks at what top_k left (0.4 and twice 0.25 of 0.9), and min_p at what temperature made of it
-        ({"top_k": 2, "top_p": 0.44}, [0]), ({"top_k": 2, "top_p": 0.45}, [0, 1, 2]),
-        ({"min_p": 0.5, "temperature": 0.5}, [0]), ({"min_p": 0.5, "temperature": 2}, [0, 1, 2, 3]),
-    ],
-)  # fmt: skip
-def test_cuts_by_hand(params, kept):
+CUTS = [
+    ({}, [0, 1, 2, 3]), ({"top_k": 1}, [0]), ({"top_k": 2}, [0, 1, 2]), ({"top_k": 3}, [0, 1, 2]),
+    ({"top_k": 9}, [0, 1, 2, 3]),
+    ({"top_k": -1}, [0, 1, 2, 3]), ({"top_p": 0.39}, [0]), ({"top_p": 0.41}, [0, 1, 2]),
+    ({"top_p": 0.89}, [0, 1, 2]),
+    ({"top_p": 0.91}, [0, 1, 2, 3]), ({"min_p": 0.3}, [0, 1, 2]), ({"min_p": 0.7}, [0]), ({"min_p": 1}, [0]),
+    # top_p looks at what top_k left (0.4 and twice 0.25 of 0.9), and min_p at what temperature made of it
+    ({"top_k": 2, "top_p": 0.44}, [0]), ({"top_k": 2, "top_p": 0.45}, [0, 1, 2]),
+    ({"min_p": 0.5, "temperature": 0.5}, [0]), ({"min_p": 0.5, "temperature": 2}, [0, 1, 2, 3]),
+]  # fmt: skip
+
+
+def test_cuts_by_hand():
     """Probabilities 0.4, 0.25, 0.25, 0.1: ties stay together."""
-    logits = torch.tensor([[0.4, 0.25, 0.25, 0.1]], dtype=torch.float64).log()
-    probs = Sampler.probabilities(logits, [state_of(SamplingParams(**params))])[0]
-    assert probs.nonzero().flatten().tolist() == kept and probs.sum() == pytest.approx(1)
+    for params, kept in CUTS:
+        with named(params, kept):
+            logits = torch.tensor([[0.4, 0.25, 0.25, 0.1]], dtype=torch.float64).log()
+            probs = Sampler.probabilities(logits, [state_of(SamplingParams(**params))])[0]
+            assert probs.nonzero().flatten().tolist() == kept and probs.sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("candidates", [1, 3, 8, 1000])
@@ -221,17 +225,20 @@ ASKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", BROKEN_ROWS)
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_row_that_is_no_distribution_has_no_token_and_harms_no_other(asked, row):
+def three_states(params):
+    return [state_of(params, [0], [2], seed=i, eos=[1]) for i in range(3)]
+
+
+def test_a_row_that_is_no_distribution_has_no_token_and_harms_no_other():
     """Alone, and between two others, which get what they get without it."""
-    params = SamplingParams(**ASKED[asked])
-    states = lambda: [state_of(params, [0], [2], seed=i, eos=[1]) for i in range(3)]  # noqa: E731
-    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    tokens, found = Sampler()(logits, states())
-    assert Sampler()(BROKEN_ROWS[row][None], states()[:1]) == ([NO_TOKEN_ID], [None])
-    logits[1] = BROKEN_ROWS[row]
-    assert Sampler()(logits, states()) == ([tokens[0], -1, tokens[2]], [found[0], None, found[2]])
+    for asked, row in itertools.product(ASKED, BROKEN_ROWS):
+        with named(asked, row):
+            states = functools.partial(three_states, SamplingParams(**ASKED[asked]))
+            logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+            tokens, found = Sampler()(logits, states())
+            assert Sampler()(BROKEN_ROWS[row][None], states()[:1]) == ([NO_TOKEN_ID], [None])
+            logits[1] = BROKEN_ROWS[row]
+            assert Sampler()(logits, states()) == ([tokens[0], -1, tokens[2]], [found[0], None, found[2]])
 
 
 def test_whoever_wants_more_log_probabilities_than_there_are_tokens_gets_those_there_are():

@@ -6,6 +6,7 @@ import common
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from engine.model import llama
 from engine.serving import proxy as proxy_module
 from engine.serving.proxy import Proxy, add_proxy_command, build_proxy
 from lab.running_server import running_server
+from support.cases import named
 from support.ports import free_ports
 from support.transfers import PROMPT, SEED, WIRES, counts, drain, make_request, pair
 
@@ -276,24 +278,25 @@ def test_a_server_that_has_stopped_does_not_hold_the_proxys_health(monkeypatch):
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [(b"{", "not JSON: Expecting"), (b"", "not JSON: Expecting"), (b"[]", "must be a JSON object"),
-     (b"7", "must be a JSON object"), (b"null", "must be a JSON object"), (b'{"prompt": "\\ud83d"}', "surrogate pair"),
-     (b'{"\\ud83d": 1}', "surrogate pair"), (b'{"prompt": "\xed\xa0\xbd"}', "surrogate pair"),
-     (b'{"prompt": "\xff"}', "UTF-8"), (b'{"temperature": NaN}', "Out of range"),
-     (b'{"x": [-Infinity]}', "Out of range"), (b'{"temperature": 1e999}', "Out of range"),
-     (b'{"x": ' + b"9" * 5000 + b"}", "not JSON: Exceeds"), (b"[" * 100_000, "nested too deeply"),
-     (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply")],
-    ids=lambda x: str(x)[:24],
-)  # fmt: skip
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_no_server_could_be_sent_is_refused_in_one_line(body, told, path):
-    servers = Servers()
-    answer = through_proxy(servers, body, path=path)
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and told in error["message"] and "\n" not in error["message"]
-    assert error["type"] == "BadRequestError" and not servers.asked
+UNSENDABLE = [
+    (b"{", "not JSON: Expecting"), (b"", "not JSON: Expecting"), (b"[]", "must be a JSON object"),
+    (b"7", "must be a JSON object"), (b"null", "must be a JSON object"), (b'{"prompt": "\\ud83d"}', "surrogate pair"),
+    (b'{"\\ud83d": 1}', "surrogate pair"), (b'{"prompt": "\xed\xa0\xbd"}', "surrogate pair"),
+    (b'{"prompt": "\xff"}', "UTF-8"), (b'{"temperature": NaN}', "Out of range"),
+    (b'{"x": [-Infinity]}', "Out of range"), (b'{"temperature": 1e999}', "Out of range"),
+    (b'{"x": ' + b"9" * 5000 + b"}", "not JSON: Exceeds"), (b"[" * 100_000, "nested too deeply"),
+    (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+]  # fmt: skip
+
+
+def test_what_no_server_could_be_sent_is_refused_in_one_line():
+    for path, (body, told) in itertools.product(["/v1/completions", "/v1/chat/completions"], UNSENDABLE):
+        with named(path, body, told):
+            servers = Servers()
+            answer = through_proxy(servers, body, path=path)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and told in error["message"] and "\n" not in error["message"]
+            assert error["type"] == "BadRequestError" and not servers.asked
 
 
 def test_at_no_depth_of_a_body_the_proxy_breaks():

@@ -45,54 +45,55 @@ def test_each_of_vllms_flags_has_one_row():
     assert short <= told | served()
 
 
-@pytest.mark.parametrize("flag", [*ACCEPTED, *REFUSED])
-def test_a_row_is_a_sentence_of_ours(flag):
-    _, value, text = (ACCEPTED | REFUSED)[flag]
-    assert re.fullmatch(r"in vLLM it [a-z].*; .*[^.]", text) and len(text) < 220
-    assert flag in ACCEPTED or not value
+def test_a_row_is_a_sentence_of_ours():
+    for flag, (_, value, text) in (ACCEPTED | REFUSED).items():
+        assert re.fullmatch(r"in vLLM it [a-z].*; .*[^.]", text) and len(text) < 220, flag
+        assert flag in ACCEPTED or not value, flag
+
+
+PARSER = serve_parser()  # which keeps nothing of what it parses
 
 
 def refused(capsys, *words):
     with pytest.raises(SystemExit) as end:
-        serve_parser().parse_args(["serve", *words])
-    assert end.value.code == 2
+        PARSER.parse_args(["serve", *words])
+    assert end.value.code == 2, words
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
-@pytest.mark.parametrize("name", [name for flags, _, _ in REFUSED.values() for name in flags])
-def test_what_is_refused_says_why(capsys, name):
-    assert f"p serve: error: {name}: in vLLM it " in refused(capsys, name, "5")
-    if name.startswith("--"):
-        serve_parser().parse_args(["serve", f"--no-{name[2:]}"])  # nobody misses what is switched off
+def test_what_is_refused_says_why(capsys):
+    for name in (name for flags, _, _ in REFUSED.values() for name in flags):
+        assert f"p serve: error: {name}: in vLLM it " in refused(capsys, name, "5")
+        if name.startswith("--"):
+            PARSER.parse_args(["serve", f"--no-{name[2:]}"])  # nobody misses what is switched off
 
 
-@pytest.mark.parametrize("name", vllm_flags.DROPPED)
-def test_what_vllm_has_dropped(capsys, name):
-    assert f"{name}: vLLM has dropped it; " in refused(capsys, name, "5")
+def test_what_vllm_has_dropped(capsys):
+    for name in vllm_flags.DROPPED:
+        assert f"{name}: vLLM has dropped it; " in refused(capsys, name, "5")
 
 
 VALUES = {"JSON": "{}", "N": "2", "N…": "1", "F": "0.5", "G": "1"}
 
 
-@pytest.mark.parametrize("flag", ACCEPTED)
-def test_what_is_taken_is_taken_as_vllm_takes_it(capsys, flag):
+def test_what_is_taken_is_taken_as_vllm_takes_it(capsys):
     """A switch and its opposites; one value, or several; and where a value would change something, that one alone."""
-    flags, value, text = ACCEPTED[flag]
-    given = [value.split("|")[0]] if value and not value[0].isupper() else [VALUES.get(value, "x")] if value else []
-    for name in flags:
-        args = serve_parser().parse_args(["serve", "m", name, *given, "--port", "5"])
-        assert (args.model_tag, args.port) == ("m", 5)
-        assert args.without_effect == [f"{flag}: without effect here: {text}"]
-    if not value:
-        for name in (f"--no-{flag[2:]}", *arguments.opposites([flag])):
-            assert len(serve_parser().parse_args(["serve", name]).without_effect) == 1
-    elif value.endswith("…"):
-        assert serve_parser().parse_args(["serve", flag, *given, *given]).without_effect
-    elif not value[0].isupper():
-        assert "only " in (line := refused(capsys, flag, "other")) and "in vLLM it " in line
-    else:
-        assert "expected one argument" in refused(capsys, flag)
+    for flag, (flags, value, text) in ACCEPTED.items():
+        given = [value.split("|")[0]] if value and not value[0].isupper() else [VALUES.get(value, "x")] if value else []
+        for name in flags:
+            args = PARSER.parse_args(["serve", "m", name, *given, "--port", "5"])
+            assert (args.model_tag, args.port) == ("m", 5), name
+            assert args.without_effect == [f"{flag}: without effect here: {text}"]
+        if not value:
+            for name in (f"--no-{flag[2:]}", *arguments.opposites([flag])):
+                assert len(PARSER.parse_args(["serve", name]).without_effect) == 1, name
+        elif value.endswith("…"):
+            assert PARSER.parse_args(["serve", flag, *given, *given]).without_effect, flag
+        elif not value[0].isupper():
+            assert "only " in (line := refused(capsys, flag, "other")) and "in vLLM it " in line, flag
+        else:
+            assert "expected one argument" in refused(capsys, flag), flag
 
 
 @pytest.mark.parametrize(

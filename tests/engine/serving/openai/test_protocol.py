@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from engine.request import SamplingParams
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from engine.serving.openai.responses_protocol import ResponsesRequest
+from support.cases import named
 from support.scripted_api import CHAT, TOOLS, M, P, Total, ask, check_error, serve, user
 
 # --- Wrong requests ---------------------------------------------------------------------------------------------------
@@ -72,11 +74,12 @@ BAD_COMPLETIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "status", "param", "text"), BAD_COMPLETIONS)
-def test_wrong_completions(shared, body, status, param, text):
-    llm, app = shared
-    check_error(ask(app, "/v1/completions", body), status, param, text)
-    assert not llm.added, "the engine has heard of it"
+def test_wrong_completions(shared):
+    for body, status, param, text in BAD_COMPLETIONS:
+        with named(body, status, param, text):
+            llm, app = shared
+            check_error(ask(app, "/v1/completions", body), status, param, text)
+            assert not llm.added, "the engine has heard of it"
 
 
 BAD_CHATS = [
@@ -111,11 +114,12 @@ BAD_CHATS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
-def test_wrong_chats(shared, body, param):
-    llm, app = shared
-    check_error(ask(app, "/v1/chat/completions", body), 400, param)
-    assert not llm.added
+def test_wrong_chats(shared):
+    for body, param in BAD_CHATS:
+        with named(body, param):
+            llm, app = shared
+            check_error(ask(app, "/v1/chat/completions", body), 400, param)
+            assert not llm.added
 
 
 @pytest.mark.parametrize(
@@ -149,53 +153,58 @@ def test_every_list_is_read_to_its_first_mistake(kind):
     assert found and all(each.get("fail_fast") for each in found)
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "text"),
-    [({"messages": [1] * 4097}, "messages", "messages: has 4,097 elements; at most 4,096 are allowed"),
-     ({"messages": [user([1] * 4097)]}, "messages", "messages.0.content: has 4,097 elements"),
-     ({"messages": [user([1] * 4096)]}, "messages", "messages.0.content.0: this model reads text alone"),
-     (M | {"tools": [1] * 4097}, "tools", "tools: has 4,097"), (M | {"bad_words": ["x"] * 129}, "bad_words", "129"),
-     (M | {"bad_words": ["x" * 4096, "y"]}, "bad_words", "4,096 characters in all"),
-     (M | {"stop": ["x" * 4096, "y"]}, "stop", "more than 4,096 characters"),
-     (M | {"stop": "x" * 4097}, "stop", "more than 4,096 characters"),
-     (M | {"logit_bias": dict.fromkeys(map(str, range(16385)), 1)}, "logit_bias", "16,385 elements"),
-     (M | {"documents": [dict.fromkeys(map(str, range(4097)), "x")]}, "documents", "documents.0: has 4,097"),
-     (M | {"metadata": dict.fromkeys(map(str, range(4097)))}, "metadata", "4,097"),
-     (M | {f"x{i}": 1 for i in range(9)}, "x0", "x0: Extra inputs are not permitted"),
-     (M | {"n": 128, "allowed_token_ids": [5] * 9000}, "n", "n 128: times 9,000 token ids is more than 1,048,576"),
-     (M | {"request_id": "x" * 257}, "request_id", "256"), (M | {"x" * 10_000: 1}, "x" * 256, "characters)")],
-)  # fmt: skip
-def test_lengths_are_bounded(shared, body, param, text):
+TOO_LONG = [
+    ({"messages": [1] * 4097}, "messages", "messages: has 4,097 elements; at most 4,096 are allowed"),
+    ({"messages": [user([1] * 4097)]}, "messages", "messages.0.content: has 4,097 elements"),
+    ({"messages": [user([1] * 4096)]}, "messages", "messages.0.content.0: this model reads text alone"),
+    (M | {"tools": [1] * 4097}, "tools", "tools: has 4,097"), (M | {"bad_words": ["x"] * 129}, "bad_words", "129"),
+    (M | {"bad_words": ["x" * 4096, "y"]}, "bad_words", "4,096 characters in all"),
+    (M | {"stop": ["x" * 4096, "y"]}, "stop", "more than 4,096 characters"),
+    (M | {"stop": "x" * 4097}, "stop", "more than 4,096 characters"),
+    (M | {"logit_bias": dict.fromkeys(map(str, range(16385)), 1)}, "logit_bias", "16,385 elements"),
+    (M | {"documents": [dict.fromkeys(map(str, range(4097)), "x")]}, "documents", "documents.0: has 4,097"),
+    (M | {"metadata": dict.fromkeys(map(str, range(4097)))}, "metadata", "4,097"),
+    (M | {f"x{i}": 1 for i in range(9)}, "x0", "x0: Extra inputs are not permitted"),
+    (M | {"n": 128, "allowed_token_ids": [5] * 9000}, "n", "n 128: times 9,000 token ids is more than 1,048,576"),
+    (M | {"request_id": "x" * 257}, "request_id", "256"), (M | {"x" * 10_000: 1}, "x" * 256, "characters)"),
+]  # fmt: skip
+
+
+def test_lengths_are_bounded(shared):
     """Before an element is looked at; and an error repeats no more of a request than somebody would read."""
-    llm, app = shared
-    error = check_error(ask(app, CHAT, body), 400, param, text)
-    assert len(error["message"]) < 2100 and not llm.added
+    for body, param, text in TOO_LONG:
+        with named(body, param, text):
+            llm, app = shared
+            error = check_error(ask(app, CHAT, body), 400, param, text)
+            assert len(error["message"]) < 2100 and not llm.added
 
 
 HALF = "\ud83d"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "field", "given"),
-    [*(("completions", field, HALF) for field in ("prompt", "model", "request_id", "user", "stop", "cache_salt",
-                                                  "guided_regex", "service_tier")),
-     ("completions", "stop", ["a", HALF]), ("completions", "metadata", {"a": [HALF]}),
-     ("completions", "metadata", {HALF: 1}), ("completions", "response_format", {"type": "text", HALF: 1}),
-     ("chat/completions", "messages", [{"role": "user", "content": HALF}]),
-     ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "description": HALF}}]),
-     ("chat/completions", "chat_template_kwargs", {"a": HALF})],
-)  # fmt: skip
-def test_half_a_surrogate_pair_is_refused_in_every_field(shared, path, field, given, stream):
+HALVES = [
+    *(("completions", field, HALF) for field in ("prompt", "model", "request_id", "user", "stop", "cache_salt",
+                                                 "guided_regex", "service_tier")),
+    ("completions", "stop", ["a", HALF]), ("completions", "metadata", {"a": [HALF]}),
+    ("completions", "metadata", {HALF: 1}), ("completions", "response_format", {"type": "text", HALF: 1}),
+    ("chat/completions", "messages", [{"role": "user", "content": HALF}]),
+    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "description": HALF}}]),
+    ("chat/completions", "chat_template_kwargs", {"a": HALF}),
+]  # fmt: skip
+
+
+def test_half_a_surrogate_pair_is_refused_in_every_field(shared):
     """No answer could repeat it, and a stream would break in the middle."""
-    llm, app = shared
-    body = (P if path == "completions" else M) | {"stream": stream, field: given}
-    check_error(ask(app, f"/v1/{path}", body), 400, field, f"{field}: half of a surrogate pair is no text")
-    check_error(ask(app, "/tokenize", {"prompt": HALF}), 400, "prompt", "surrogate")
-    assert not llm.added
-    whole = ask(app, "/v1/completions", P | {"request_id": "👩‍🚀", "user": "é"})
-    assert whole.status == 200 and whole.json["id"] == "cmpl-👩‍🚀"
-    llm.added.clear()
+    for (path, field, value), stream in itertools.product(HALVES, [False, True]):
+        with named(path, field, value, stream):
+            llm, app = shared
+            body = (P if path == "completions" else M) | {"stream": stream, field: value}
+            check_error(ask(app, f"/v1/{path}", body), 400, field, f"{field}: half of a surrogate pair is no text")
+            check_error(ask(app, "/tokenize", {"prompt": HALF}), 400, "prompt", "surrogate")
+            assert not llm.added
+            whole = ask(app, "/v1/completions", P | {"request_id": "👩‍🚀", "user": "é"})
+            assert whole.status == 200 and whole.json["id"] == "cmpl-👩‍🚀"
+            llm.added.clear()
 
 
 # --- Right requests ---------------------------------------------------------------------------------------------------
@@ -225,24 +234,27 @@ def test_an_integer_may_be_written_with_a_point(shared):
     assert json.dumps([read.metadata, read.chat_template_kwargs]) == json.dumps([*kept.values()]), "theirs, untouched"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"reasoning_effort": "low"}, {"verbosity": "low"}, {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
-     {"modalities": ["text"]}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"tools": None},
-     {"functions": None, "audio": None, "a field of tomorrow": None}, {"tools": TOOLS, "tool_choice": "none"},
-     {"prediction": {"type": "content", "content": "x"}}, {"chat_template_kwargs": {"enable_thinking": False}},
-     {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
-     {"bad_words": [], "return_tokens_as_token_ids": False, "allowed_token_ids": None, "truncate_prompt_tokens": None},
-     {"continue_final_message": False, "echo": False, "include_reasoning": True},
-     {"mm_payload": "tensors", "return_mm_kwargs": None, "return_token_offsets": False, "watermarking": None,
-      "routed_experts_prompt_start": 0, "session_id": "s", "return_prompt_text": None, "documents": []},
-     {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None},
-     {"stream": False, "stream_options": None}, {"tools": [{"function": {"name": "f"}}], "tool_choice": "none"}],
-)  # fmt: skip
-def test_fields_that_clients_send(shared, fields):
+SENT = [
+    {"reasoning_effort": "low"}, {"verbosity": "low"}, {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+    {"modalities": ["text"]}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"tools": None},
+    {"functions": None, "audio": None, "a field of tomorrow": None}, {"tools": TOOLS, "tool_choice": "none"},
+    {"prediction": {"type": "content", "content": "x"}}, {"chat_template_kwargs": {"enable_thinking": False}},
+    {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
+    {"bad_words": [], "return_tokens_as_token_ids": False, "allowed_token_ids": None, "truncate_prompt_tokens": None},
+    {"continue_final_message": False, "echo": False, "include_reasoning": True},
+    {"mm_payload": "tensors", "return_mm_kwargs": None, "return_token_offsets": False, "watermarking": None,
+     "routed_experts_prompt_start": 0, "session_id": "s", "return_prompt_text": None, "documents": []},
+    {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None},
+    {"stream": False, "stream_options": None}, {"tools": [{"function": {"name": "f"}}], "tool_choice": "none"},
+]  # fmt: skip
+
+
+def test_fields_that_clients_send(shared):
     """openai-node, LangChain, LiteLLM and others send them on their own account; vLLM answers."""
-    heard = ask(shared[1], "/v1/chat/completions", M | fields)
-    assert heard.status == 200 and heard.json["choices"][0]["message"]["content"] == "Paris.", heard.text
+    for fields in SENT:
+        with named(fields):
+            heard = ask(shared[1], "/v1/chat/completions", M | fields)
+            assert heard.status == 200 and heard.json["choices"][0]["message"]["content"] == "Paris.", heard.text
 
 
 def test_no_name_is_the_models(shared):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 
 import httpx
@@ -18,6 +19,7 @@ from engine.serving.openai import responses
 from engine.serving.openai.app import build_app
 from engine.serving.openai.responses import Kept, ResponseWriter, Stored
 from engine.serving.openai.serving import OpenAIServing
+from support.cases import named
 from support.scripted_api import Calling, ScriptedLLM, call
 
 USAGE = {"input_tokens": 1}
@@ -267,55 +269,59 @@ X = {"input": "x"}
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param", "text"),
-    [
-        ({}, 400, "input", "required"), ({"input": 5}, 400, "input", ""), ({"input": []}, 400, "input", "empty"),
-        ({"input": ["a"]}, 400, "input", ""), ({"input": [{"type": "computer_call"}]}, 400, "input", "function_call"),
-        ({"input": [{"role": "tool", "content": "x"}]}, 400, "input", ""),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input", ""),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}]}, 400, "input", "string"),
-        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, 404, "input", "msg_0"),
-        (X | {"previous_response_id": "resp_0"}, 404, "previous_response_id", "resp_0"),
-        (X | {"max_output_tokens": 0}, 400, "max_output_tokens", ""),
-        (X | {"max_output_tokens": 513}, 400, "max_output_tokens", "context"),
-        (X | {"temperature": 9}, 400, "temperature", "from 0 to 2"), (X | {"n": 2}, 400, "n", ""),
-        (X | {"background": True}, 400, "background", ""), (X | {"truncation": "middle"}, 400, "truncation", ""),
-        (X | {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", ""),
-        (X | {"tools": [{"type": 5}]}, 400, "tools", "must have a type"),
-        (X | {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice", "'g'"),
-        (X | {"tool_choice": "required"}, 400, "tool_choice", "tools"),
-        (X | {"tools": [TOOL]}, 400, "tool_choice", "--tool-call-parser"),
-        (X | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text", "schema"),
-        (X | {"text": {"format": {"type": "xml"}}}, 400, "text", ""), (X | {"model": "gpt"}, 404, "model", "gpt"),
-        (X | {"include": ["message.output_text.logprobs"], "top_logprobs": 21}, 400, "top_logprobs", "20"),
-        (X | {"include": ["web_search_call.results"]}, 400, "include", ""), (X | {"messages": []}, 400, "messages", ""),
-        ({"input": "y" * 600}, 400, "input", "512"),
-    ],
-)  # fmt: skip
-def test_wrong_requests(body, status, param, text):
-    llm, app = serve(strict_fields=True)
-    heard = ask(app, body)
-    error = heard.json["error"]
-    assert heard.status == status == error["code"] and error["param"] == param and text in error["message"], error
-    assert not llm.added
+WRONG = [
+    ({}, 400, "input", "required"), ({"input": 5}, 400, "input", ""), ({"input": []}, 400, "input", "empty"),
+    ({"input": ["a"]}, 400, "input", ""), ({"input": [{"type": "computer_call"}]}, 400, "input", "function_call"),
+    ({"input": [{"role": "tool", "content": "x"}]}, 400, "input", ""),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input", ""),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}]}, 400, "input", "string"),
+    ({"input": [{"type": "item_reference", "id": "msg_0"}]}, 404, "input", "msg_0"),
+    (X | {"previous_response_id": "resp_0"}, 404, "previous_response_id", "resp_0"),
+    (X | {"max_output_tokens": 0}, 400, "max_output_tokens", ""),
+    (X | {"max_output_tokens": 513}, 400, "max_output_tokens", "context"),
+    (X | {"temperature": 9}, 400, "temperature", "from 0 to 2"), (X | {"n": 2}, 400, "n", ""),
+    (X | {"background": True}, 400, "background", ""), (X | {"truncation": "middle"}, 400, "truncation", ""),
+    (X | {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", ""),
+    (X | {"tools": [{"type": 5}]}, 400, "tools", "must have a type"),
+    (X | {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice", "'g'"),
+    (X | {"tool_choice": "required"}, 400, "tool_choice", "tools"),
+    (X | {"tools": [TOOL]}, 400, "tool_choice", "--tool-call-parser"),
+    (X | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text", "schema"),
+    (X | {"text": {"format": {"type": "xml"}}}, 400, "text", ""), (X | {"model": "gpt"}, 404, "model", "gpt"),
+    (X | {"include": ["message.output_text.logprobs"], "top_logprobs": 21}, 400, "top_logprobs", "20"),
+    (X | {"include": ["web_search_call.results"]}, 400, "include", ""), (X | {"messages": []}, 400, "messages", ""),
+    ({"input": "y" * 600}, 400, "input", "512"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("field", "given"),
-    [("request_id", "\ud83d"), ("user", "\ud83d"), ("instructions", "\ud83d"), ("metadata", {"\ud83d": "x"}),
-     ("metadata", {"x": "\ud83d"}), ("tools", [TOOL | {"description": "\ud83d"}]), ("input", "\ud83d"),
-     ("input", [{"role": "user", "content": [{"type": "input_text", "text": "\ud83d"}]}]),
-     ("text", {"format": {"type": "json_schema", "name": "\ud83d", "schema": {}}})],
-)  # fmt: skip
-def test_half_a_surrogate_pair_is_refused_in_every_field(field, given, stream):
+def test_wrong_requests():
+    for body, status, param, text in WRONG:
+        with named(body, status, param, text):
+            llm, app = serve(strict_fields=True)
+            heard = ask(app, body)
+            error = heard.json["error"]
+            assert heard.status == status == error["code"] and error["param"] == param, error
+            assert text in error["message"], error
+            assert not llm.added
+
+
+HALVES = [
+    ("request_id", "\ud83d"), ("user", "\ud83d"), ("instructions", "\ud83d"), ("metadata", {"\ud83d": "x"}),
+    ("metadata", {"x": "\ud83d"}), ("tools", [TOOL | {"description": "\ud83d"}]), ("input", "\ud83d"),
+    ("input", [{"role": "user", "content": [{"type": "input_text", "text": "\ud83d"}]}]),
+    ("text", {"format": {"type": "json_schema", "name": "\ud83d", "schema": {}}}),
+]  # fmt: skip
+
+
+def test_half_a_surrogate_pair_is_refused_in_every_field():
     """A response repeats what was asked for; half a character cannot be repeated."""
-    llm, app = serve()
-    heard = ask(app, X | {"tool_choice": "none", "stream": stream, field: given})
-    error = heard.json["error"]
-    assert heard.status == 400 and error["param"] == field and "half of a surrogate pair" in error["message"]
-    assert not llm.added
+    for (field, value), stream in itertools.product(HALVES, [False, True]):
+        with named(field, value, stream):
+            llm, app = serve()
+            heard = ask(app, X | {"tool_choice": "none", "stream": stream, field: value})
+            error = heard.json["error"]
+            assert heard.status == 400 and error["param"] == field and "half of a surrogate pair" in error["message"]
+            assert not llm.added
 
 
 def test_a_response_says_what_it_was_made_with():

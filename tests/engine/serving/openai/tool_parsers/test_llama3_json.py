@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.serving.openai.tool_parsers.json_end import JSONEnd
 from engine.serving.openai.tool_parsers.llama3_json import Llama3JSONParser
+from support.cases import named
 
 HARD = {"a": '}]"\\{;<|python_tag|>', "b": [{"name": "g", "parameters": {}}]}
 TAG = "<|python_tag|>"
@@ -43,9 +44,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "content", "calls"), CASES)
-def test_calls_read_the_same_however_they_come(text, content, calls):
-    assert read([text]) == (content, calls) == read([*text, ""])
+def test_calls_read_the_same_however_they_come():
+    for text, content, calls in CASES:
+        with named(text, content, calls):
+            assert read([text]) == (content, calls) == read([*text, ""])
 
 
 @given(st.lists(st.sampled_from([TAG, call({}), call(HARD), "{", "}", '"', "; ", "x", " ", "\n", "<|"]), max_size=10)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.serving.openai.tool_parsers.pythonic import PythonicParser
+from support.cases import named
 
 
 def read(pieces):
@@ -35,9 +35,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "content", "calls"), CASES)
-def test_calls_read_the_same_however_they_come(text, content, calls):
-    assert read([text]) == (content, calls) == read([*text, ""])
+def test_calls_read_the_same_however_they_come():
+    for text, content, calls in CASES:
+        with named(text, content, calls):
+            assert read([text]) == (content, calls) == read([*text, ""])
 
 
 @given(st.lists(st.sampled_from(["[", "]", "f(", ")", "x=", '"', "'", "\\", " ", "\n", "1", ",", "f(x=1)", "\0"]),
