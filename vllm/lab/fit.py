@@ -14,13 +14,13 @@ from __future__ import annotations
 import common  # noqa: F401  it settles the device before torch is used
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lab.prediction import Heard, Job, Prediction, Setup, Wait, predict
-from lab.step_time import Guess, StepFeatures, StepModel, StepRates
+from lab.step_time import Guess, StepFeatures, StepModel, StepRates, StepWork
 
 RATES = tuple(field.name for field in dataclasses.fields(StepRates))
 COLD = Guess(0.1, 2.0)  # seconds that the first launch of a process takes longer: kernels are compiled and loaded
@@ -46,10 +46,9 @@ class Observed:
         return len(self.first)
 
 
-def columns(model: StepModel, prediction: Prediction) -> StepFeatures:
-    """The features of all steps: columns [K]."""
-    rows = [model.features(step.work) for step in prediction.steps]
-    return StepFeatures(*np.array(rows, float).T)
+def columns(model: StepModel, works: Iterable[StepWork]) -> StepFeatures:
+    """The features of many steps: columns [K]."""
+    return StepFeatures(*np.array([model.features(work) for work in works], float).T)
 
 
 def step_seconds(theta: np.ndarray, features: StepFeatures) -> tuple[np.ndarray, np.ndarray]:
@@ -134,3 +133,100 @@ def least_squares(
             break
     _, _, slopes, weights = weighed(theta)
     return theta, np.linalg.inv(slopes.T @ (slopes * weights[:, None]) + precision)
+
+
+def fit_batches(
+    features: StepFeatures, seconds: Sequence[float], guesses: Mapping[str, Guess], error: float = 0.03
+) -> Fit:
+    """Rates from single batches: columns [K] of their features, and how long each took, up to a share of `error`."""
+    took, told = np.array(seconds, float), [*guesses.values(), COLD]
+
+    def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found, slopes = step_seconds(theta, features)
+        return (found - took) / (error * took), slopes / (error * took)[:, None]
+
+    return as_fit(*least_squares(residuals, told, np.log([guess.rate for guess in told])))
+
+
+def as_fit(theta: np.ndarray, covariance: np.ndarray) -> Fit:
+    """By name."""
+    rates = np.exp(theta).tolist()
+    sigma = np.sqrt(np.diag(covariance)).tolist()
+    return Fit(StepRates(*rates[:-1]), rates[-1], dict(zip((*RATES, "cold"), sigma)))
+
+
+# How far a time may be off that is right: a step by so many seconds, which add up as noise does; and all of it by this
+# share of its age, as a model is that is wrong a little in every step. Errors of the second kind are one and the same
+# error seen many times, so all together count as so many.
+JITTER, DRIFT, DRIFT_COUNT = 4e-3, 3e-3, 20
+
+
+def run_residuals(model: StepModel, predictions: Sequence[Prediction], observed: Observed) -> Residuals:
+    """Of observed first and last tokens, with these decisions held fast: of each on its loop since the one before, and
+    of each since the run began."""
+    count, parts = len(observed), []
+    for number, prediction in enumerate(predictions):
+        here = [i for i, outcome in enumerate(prediction.outcomes[:count]) if outcome.loop == number]
+        if not here:
+            continue
+        seen = [(observed.first[i], prediction.outcomes[i].steps[0]) for i in here]
+        seen += [(observed.last[i], prediction.outcomes[i].steps[1]) for i in here]
+        seen.sort()
+        times, steps = np.array([at for at, _ in seen]), np.array([step for _, step in seen])
+        last = steps.max() + 1
+        order = [e for e in prediction.order if isinstance(e, Wait) or (e.step if isinstance(e, Heard) else e) < last]
+        parts.append((columns(model, [step.work for step in prediction.steps[:last]]), order, times, steps))
+
+    def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found, slopes = [], []
+        for features, order, times, steps in parts:
+            heard, slope = heard_times(theta, features, order)
+            error, slope = heard[steps] - times, slope[steps]
+            jitter = JITTER * (1 + np.sqrt(np.maximum(1, np.abs(np.diff(steps)))))
+            drift = DRIFT * (times + 5) / np.sqrt(min(1, DRIFT_COUNT / len(times)))
+            found += [np.diff(error) / jitter, error / drift]
+            slopes += [np.diff(slope, axis=0) / jitter[:, None], slope / drift[:, None]]
+        return np.concatenate(found), np.concatenate(slopes)
+
+    return residuals
+
+
+def predict_with(
+    fit: Fit, jobs: Sequence[Job], setup: Setup, model: StepModel, watched: int | None = None
+) -> list[Prediction]:
+    """The run that these rates make of it."""
+    rates = fit.rates
+    return predict(jobs, setup, lambda work: rates.seconds(model.features(work)), rates.host, fit.cold, watched)
+
+
+def fit_run(
+    jobs: Sequence[Job],
+    setup: Setup,
+    model: StepModel,
+    guesses: Mapping[str, Guess],
+    observed: Observed,
+    rounds: int = 5,
+) -> Fit:
+    """Rates from the first requests of a run whose `jobs` are all known: decide, fit, decide again.
+
+    Small changes of a rate change decisions, so it need not come to rest: of all rounds the answer is the one whose own
+    decisions explain the times best.
+    """
+    told = [*guesses.values(), COLD]
+    theta, center = (np.log([guess.rate for guess in told]) for _ in range(2))
+    best: tuple[float, Fit] | None = None
+    for _ in range(rounds):
+        fit = as_fit(theta, np.zeros((len(theta), len(theta))))
+        predictions = predict_with(fit, jobs, setup, model, len(observed))
+        residuals = run_residuals(model, predictions, observed)
+        found, covariance = least_squares(residuals, told, theta)
+        size = np.abs(residuals(theta)[0])
+        cost = np.where(size < 2, size**2, 4 * size - 4).sum()
+        cost += (((theta - center) / [guess.spread for guess in told]) ** 2).sum()
+        if best is None or cost < best[0]:
+            best = cost, as_fit(theta, covariance)
+        if np.abs(found - theta).max() < 0.01:
+            break
+        theta = found
+    assert best
+    return best[1]

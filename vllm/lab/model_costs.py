@@ -48,18 +48,26 @@ class ModelCosts:
         """Bytes of all weights in memory."""
         return self.weight_bytes * (self.num_params - self.expert_params) + self.expert_bytes * self.expert_params
 
-    def bytes_read(self, tokens: float) -> float:
-        """Expected bytes of weights that a step of so many tokens reads: of a mixture, the experts that are asked."""
-        read = self.weight_bytes * (self.shared_params + self.head_params)
-        if self.expert_params:
-            asked = expected_experts(self.num_experts, self.top_k, tokens) / self.num_experts
-            read += self.expert_bytes * self.expert_params * asked
-        return read
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of weights that every step reads."""
+        return self.weight_bytes * (self.shared_params + self.head_params)
 
-    def product_flops(self, tokens: int, sequences: int) -> float:
-        """FLOPs of all products with weights: every token through the layers, one row a sequence through the head."""
-        active = self.shared_params + self.expert_params * self.top_k / max(1, self.num_experts)
-        return 2.0 * (active * tokens + self.head_params * sequences)
+    def expert_bytes_read(self, tokens: float) -> float:
+        """Expected bytes of the experts that any of so many tokens asks."""
+        if not self.expert_params:
+            return 0.0
+        asked = expected_experts(self.num_experts, self.top_k, tokens) / self.num_experts
+        return self.expert_bytes * self.expert_params * asked
+
+    def dense_flops(self, tokens: int, sequences: int) -> float:
+        """FLOPs of products with weights that are no expert's: tokens through the layers, a row a sequence through the
+        head."""
+        return 2.0 * (self.shared_params * tokens + self.head_params * sequences)
+
+    def expert_flops(self, tokens: int) -> float:
+        """FLOPs of the experts that these tokens ask."""
+        return 2.0 * self.expert_params * self.top_k / max(1, self.num_experts) * tokens
 
     def context_seen(self, context: int, sequences: int) -> float:
         """Of `context` tokens of all sequences together, those that a layer sees on average."""

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
-from engine.output import SchedulerOutput
+from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
-from lab.step_time import StepWork, step_work
+from lab.step_time import StepWork, slowest, step_work
 
 
 class Job(NamedTuple):
@@ -48,12 +48,15 @@ class Setup:
     block_size: int = 16
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
+    data_parallel_size: int = 1
+    share_experts: bool = False  # then these engines compute every step together
 
 
 @dataclass(slots=True)
 class Outcome:
     """What one request saw: seconds on the loop's clock."""
 
+    loop: int = 0  # which one served it
     queued: float = 0.0  # the loop heard of it
     scheduled: float = -1.0  # it was first admitted
     times: list[float] = field(default_factory=list)  # its tokens were heard of
@@ -88,102 +91,164 @@ class Heard(NamedTuple):
 
 @dataclass
 class Prediction:
-    """A run: what requests saw, every step, and the order in which the loop waited (an int: it planned that step)."""
+    """A run of one loop: what all requests saw, its steps, and the order in which it waited (an int: planned that one)."""
 
     outcomes: list[Outcome]
     steps: list[Step]
     order: list[int | Wait | Heard]
 
 
-class TimedCore(EngineCore):
-    """The engine's loop with clocks in the place of a model. Everybody's next token is 0."""
+class TimedLoop:
+    """The loop of an engine with clocks in the place of a model; or of several that share experts and step together.
+    Everybody's next token is 0."""
 
-    def __init__(self, setup: Setup, seconds: Callable[[StepWork], float], host: float, cold: float = 0.0) -> None:
+    def __init__(
+        self, setup: Setup, seconds: Callable[[StepWork], float], host: float, cold: float = 0.0, engines: int = 1
+    ) -> None:
         """`host`: from a plan to its launch; the first one takes `cold` longer."""
         sizes = setup.num_blocks, setup.block_size, setup.enable_prefix_caching
-        super().__init__(make_scheduler(setup.scheduler, *sizes, async_scheduling=setup.async_scheduling))
+        self.cores = [
+            EngineCore(make_scheduler(setup.scheduler, *sizes, async_scheduling=setup.async_scheduling))
+            for _ in range(engines)
+        ]
+        for core in self.cores:
+            core.scheduler.config.evict_uncomputed_blocks = False  # as vLLM decides
         self.seconds, self.host, self.cold = seconds, host, cold
-        self.depth = 1 + setup.async_scheduling
-        self.usable = setup.num_blocks - 1
+        self.depth, self.usable = 1 + setup.async_scheduling, setup.num_blocks - 1
         self.clock = self.gpu = 0.0  # the loop's; when the GPU has done all that it was given
-        self.queue: deque[tuple[int, SchedulerOutput, dict[str, list[int]]]] = deque()  # steps not heard of
+        self.queue: deque[tuple[int, list[tuple[EngineCore, SchedulerOutput, dict[str, list[int]]]]]] = deque()
         self.steps: list[Step] = []
         self.order: list[int | Wait | Heard] = []
 
     @property
     def is_idle(self) -> bool:
-        return not self.queue and not self.scheduler.requests
+        return not self.queue and not any(core.scheduler.requests for core in self.cores)
 
     def wait(self, until: float) -> None:
         """Nothing to do before then."""
         self.clock = max(self.clock, until)
         self.order.append(Wait(until))
 
-    def plan(self) -> SchedulerOutput:
+    def least_loaded(self) -> tuple[int, EngineCore]:
+        """Of its engines the one that vLLM's balancer would choose, and how loaded it is."""
+        loads = [4 * len(core.scheduler.waiting) + len(core.scheduler.running) for core in self.cores]
+        return min(loads), self.cores[loads.index(min(loads))]
+
+    def plan(self) -> list[SchedulerOutput]:
         """Schedule a step and launch it, if there is anything in it."""
-        output, token = self.scheduler.schedule(), [0]
-        chunks, sampled = [], {}
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            S = request.num_computed_tokens
-            chunks.append((num_tokens, S))
-            if request.num_tokens + max(0, request.num_output_placeholders - 1) <= S:
-                sampled[request_id] = token
-        planned = self.clock
-        if chunks:
-            self.queue.append((len(self.steps), output, sampled))
+        planned, parts, works = self.clock, [], []
+        for core in self.cores:
+            output = core.scheduler.schedule()
+            work, sampled = look_at(core, output)
+            parts.append((core, output, sampled))
+            works.append(work)
+        if any(work.tokens for work in works):
+            self.queue.append((len(self.steps), parts))
             self.order.append(len(self.steps))
-            work = step_work(chunks)
             self.clock += self.host if self.steps else self.host + self.cold
             start = max(self.gpu, self.clock)
+            work = works[0] if len(works) == 1 else slowest(works)
             self.gpu = start + self.seconds(work)
-            scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
-            left = len(scheduler.running), len(scheduler.waiting), self.usable - pool.num_free_blocks
+            schedulers = [core.scheduler for core in self.cores]
+            left = [
+                sum(len(scheduler.running) for scheduler in schedulers),
+                sum(len(scheduler.waiting) for scheduler in schedulers),
+                sum(self.usable - scheduler.kv_cache_manager.block_pool.num_free_blocks for scheduler in schedulers),
+            ]
             self.steps.append(Step(planned, start, self.gpu, work, *left))
-        return output
+        return [output for _, output, _ in parts]
 
-    def hear(self) -> tuple[int, list[str]]:
-        """Wait for the oldest step. Returns its index, and who got a token."""
-        index, output, sampled = self.queue.popleft()
+    def hear(self) -> tuple[int, list[EngineCoreOutput]]:
+        """Wait for the oldest step. Returns its index, and what it brought."""
+        index, parts = self.queue.popleft()
         self.clock = max(self.clock, self.steps[index].end)
         self.order.append(Heard(index))
-        outputs = self.scheduler.update_from_output(output, sampled)
-        return index, [each.request_id for each in outputs]
+        heard = [core.scheduler.update_from_output(output, sampled) for core, output, sampled in parts]
+        return index, heard[0] if len(heard) == 1 else [each for outputs in heard for each in outputs]
+
+
+def look_at(core: EngineCore, output: SchedulerOutput) -> tuple[StepWork, dict[str, list[int]]]:
+    """What is in a step, and who gets a token from it: whoever has caught up."""
+    requests, token, chunks, sampled = core.scheduler.requests, [0], [], {}
+    for request_id, num_tokens in output.num_scheduled_tokens.items():
+        request = requests[request_id]
+        context = request.num_computed_tokens
+        chunks.append((num_tokens, context))
+        if request.num_tokens + max(0, request.num_output_placeholders - 1) <= context:
+            sampled[request_id] = token
+    return step_work(chunks), sampled
+
+
+class Server:
+    """Several loops, and requests that are sent to the least loaded of them when they arrive."""
+
+    def __init__(self, jobs: Sequence[Job], loops: Sequence[TimedLoop]) -> None:
+        self.jobs, self.loops, self.coming = jobs, loops, 0
+        self.outcomes = [Outcome() for _ in jobs]
+        self.unfinished = 0
+
+    def receive(self, loop: TimedLoop) -> None:
+        """All that have arrived by the time of this loop, which is the one furthest behind."""
+        while self.coming < len(self.jobs) and (job := self.jobs[self.coming]).arrival <= loop.clock:
+            chosen = min(self.loops, key=lambda each: each.least_loaded()[0])
+            if chosen.is_idle and chosen.clock < job.arrival:
+                chosen.wait(job.arrival)
+            params = SamplingParams(max_tokens=job.output_len, ignore_eos=True)
+            request = Request(str(self.coming), job.prompt(self.coming), params, arrival_time=job.arrival)
+            chosen.least_loaded()[1].add_request(request)
+            self.outcomes[self.coming].loop = self.loops.index(chosen)
+            self.outcomes[self.coming].queued = chosen.clock
+            self.coming += 1
+
+    def turn(self, loop: TimedLoop) -> int:
+        """Plan once, and hear of a step if there is nothing else to do. Returns how many requests ended."""
+        now, ended, is_empty = loop.clock, 0, True
+        if any(core.scheduler.requests for core in loop.cores):
+            for output in loop.plan():
+                is_empty = is_empty and not output.num_scheduled_tokens
+                for request in output.scheduled_new_reqs:
+                    outcome = self.outcomes[int(request.request_id)]
+                    outcome.scheduled, outcome.cached = now, request.num_cached_tokens
+                for request in output.preempted_reqs:
+                    self.outcomes[int(request.request_id)].preemptions += 1
+        if not loop.queue:
+            raise common.InputError("the scheduler can go no further: a request needs more KV blocks than there are")
+        if is_empty or len(loop.queue) == loop.depth:
+            index, heard = loop.hear()
+            for each in heard:
+                outcome = self.outcomes[int(each.request_id)]
+                outcome.steps = [outcome.steps[0] if outcome.steps else index, index]
+                outcome.times.append(loop.clock)
+                ended += each.finish_reason is not None and int(each.request_id) < self.unfinished
+        return ended
+
+    def run(self, watched: int) -> None:
+        """Until the first `watched` requests have their answers."""
+        self.unfinished = left = watched
+        while left:
+            busy = [loop for loop in self.loops if not loop.is_idle]
+            loop = min(busy or self.loops, key=lambda each: each.clock)
+            if not busy:
+                loop.wait(self.jobs[self.coming].arrival)
+            self.receive(loop)
+            if not loop.is_idle:
+                left -= self.turn(loop)
 
 
 def predict(
-    jobs: Sequence[Job], setup: Setup, seconds: Callable[[StepWork], float], host: float, cold: float = 0.0
-) -> Prediction:
-    """Serve `jobs`, in the order of their arrival. Raises InputError for one that can never be served."""
-    core = TimedCore(setup, seconds, host, cold)
-    outcomes = [Outcome() for _ in jobs]
-    coming = 0
-    while coming < len(jobs) or not core.is_idle:
-        if core.is_idle:
-            core.wait(jobs[coming].arrival)
-        while coming < len(jobs) and jobs[coming].arrival <= core.clock:
-            params = SamplingParams(max_tokens=jobs[coming].output_len, ignore_eos=True)
-            prompt = jobs[coming].prompt(coming)
-            core.add_request(Request(str(coming), prompt, params, arrival_time=jobs[coming].arrival))
-            outcomes[coming].queued = core.clock
-            coming += 1
-        now, nothing_new = core.clock, True
-        if core.scheduler.requests:
-            output = core.plan()
-            nothing_new = not output.num_scheduled_tokens
-            for request in output.scheduled_new_reqs:
-                outcomes[int(request.request_id)].scheduled = now
-                outcomes[int(request.request_id)].cached = request.num_cached_tokens
-            for request in output.preempted_reqs:
-                outcomes[int(request.request_id)].preemptions += 1
-        if core.queue and (nothing_new or len(core.queue) == core.depth):
-            index, names = core.hear()
-            for name in names:
-                outcome = outcomes[int(name)]
-                if not outcome.times:
-                    outcome.steps = [index, index]
-                outcome.times.append(core.clock)
-                outcome.steps[1] = index
-        elif nothing_new:
-            raise common.InputError("the scheduler can go no further: a request needs more KV blocks than there are")
-    return Prediction(outcomes, core.steps, core.order)
+    jobs: Sequence[Job],
+    setup: Setup,
+    seconds: Callable[[StepWork], float],
+    host: float,
+    cold: float = 0.0,
+    watched: int | None = None,
+) -> list[Prediction]:
+    """Serve `jobs`, in the order of their arrival, until the first `watched` are answered (None: all of them).
+
+    One prediction for each loop, all with the same outcomes. Raises InputError for a request that can never be served.
+    """
+    together = setup.data_parallel_size if setup.share_experts else 1
+    loops = [TimedLoop(setup, seconds, host, cold, together) for _ in range(setup.data_parallel_size // together)]
+    server = Server(jobs, loops)
+    server.run(len(jobs) if watched is None else min(watched, len(jobs)))
+    return [Prediction(server.outcomes, loop.steps, loop.order) for loop in loops]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import common  # noqa: F401  it settles the device before torch is used
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ class StepWork(NamedTuple):
     decode_context: int  # Σ S of sequences with one token
     prompt_context: int  # Σ S of the others: keys that their chunks read
     prompt_pairs: int  # Σ of their query-key pairs: the last of q tokens sees S keys, the one before it S − 1, …
+    expert_tokens: int  # T of all engines that share experts
 
 
 def step_work(chunks: Iterable[tuple[int, int]]) -> StepWork:
@@ -42,7 +43,12 @@ def step_work(chunks: Iterable[tuple[int, int]]) -> StepWork:
         else:
             prompt_context += S
             pairs += q * S - q * (q - 1) // 2
-    return StepWork(tokens, sequences, decode_context, prompt_context, pairs)
+    return StepWork(tokens, sequences, decode_context, prompt_context, pairs, tokens)
+
+
+def slowest(works: Sequence[StepWork]) -> StepWork:
+    """What the others wait for, of engines that share experts and so compute a step together."""
+    return StepWork(*map(max, zip(*works)))._replace(expert_tokens=sum(work.tokens for work in works))
 
 
 class StepFeatures(NamedTuple):
@@ -89,21 +95,25 @@ class StepModel:
 
     costs: ModelCosts
     tensor_parallel_size: int = 1
+    expert_engines: int = 1  # data-parallel engines that share experts; 1: each has all of the model
 
     def features(self, work: StepWork) -> StepFeatures:
-        """Of one rank of `tensor_parallel_size`, which exchange two sums a layer."""
-        costs, tp = self.costs, self.tensor_parallel_size
+        """Of one rank. Those of an engine add up two sums a layer; engines that share experts send them every token."""
+        costs, tp, engines = self.costs, self.tensor_parallel_size, self.expert_engines
         seen = costs.context_seen(work.decode_context + work.prompt_context, work.sequences)
-        exchanged = 2 * costs.num_layers * costs.hidden_size * 2 * work.tokens  # bf16, two sums a layer
+        # In bf16: two sums a layer, each byte of which a ring sends twice; and the logits, whose parts meet.
+        exchanged = 8 * costs.num_layers * costs.hidden_size * work.tokens + 2 * costs.vocab_size * work.sequences
+        to_experts = 4 * costs.num_layers * costs.hidden_size * work.expert_tokens  # there and back
         return StepFeatures(
-            weights=costs.bytes_read(work.tokens) / tp,
-            products=costs.product_flops(work.tokens, work.sequences) / tp,
+            weights=(costs.dense_bytes + costs.expert_bytes_read(work.expert_tokens) / engines) / tp,
+            products=(costs.dense_flops(work.tokens, work.sequences)
+                      + costs.expert_flops(work.expert_tokens) / engines) / tp,
             cache=costs.kv_bytes_per_token * seen / tp,
             attention=float(costs.pair_flops * work.prompt_pairs) / tp,
-            exchange=exchanged * 2 * (tp - 1) / tp,  # a ring sends each byte so many times
+            exchange=exchanged * (tp - 1) / tp + to_experts * (engines - 1) / engines,
             sequence=float(work.sequences),
             fixed=1.0,
-        )
+        )  # fmt: skip
 
 
 class Guess(NamedTuple):
@@ -121,13 +131,13 @@ def data_sheet(gpu: GPU, costs: ModelCosts, tensor_parallel_size: int = 1) -> di
     """
     sums = 2 * costs.num_layers if tensor_parallel_size > 1 else 0
     return {
-        "weights": Guess(1 / (0.9 * gpu.bandwidth), 0.1),
+        "weights": Guess(1 / (0.92 * gpu.bandwidth), 0.04),
         "products": Guess(1 / (0.75 * gpu.flops), 0.25),
-        "cache": Guess(1 / (0.75 * gpu.bandwidth), 0.25),
+        "cache": Guess(1 / (0.6 * gpu.bandwidth), 0.6),
         "attention": Guess(1 / (0.4 * gpu.flops), 0.5),
-        "exchange": Guess(1 / (0.6 * gpu.link), 0.5),
-        "sequence": Guess(5e-6, 1.0),
-        "fixed": Guess(1e-3 + 10e-6 * costs.num_layers + 10e-6 * sums, 0.7),
+        "exchange": Guess(1 / (0.5 * gpu.link), 1.0),
+        "sequence": Guess(30e-6, 1.0),
+        "fixed": Guess(0.5e-3 + 5e-6 * costs.num_layers + 25e-6 * sums, 0.4),
         "host": Guess(4e-3, 0.7),
     }
 
