@@ -21,7 +21,7 @@ import numpy as np
 
 from engine import arguments
 from lab import cli, recorded
-from lab.fit import RATES, Fit, Observed, fit_run, predict_with
+from lab.fit import COLD, RATES, Fit, Observed, fit_run, predict_with
 from lab.predict_setup import (
     Served,
     add_engine_flags,
@@ -44,7 +44,7 @@ from lab.prediction_report import (
     where_time_goes,
 )
 from lab.request_logs import Log, read_log, read_text
-from lab.step_time import StepRates, data_sheet, rates_of
+from lab.step_time import Guess, StepRates, data_sheet, rates_of
 
 KEY = "predict fit"  # in a file of `--json`, and of `--rates`
 BAND = 5  # draws of lengths that nobody knows
@@ -73,6 +73,7 @@ def predict_parser() -> arguments.Parser:
     add_engine_flags(p.add_argument)
     p.add_argument("--meta", metavar="FILE", help="what served it (default: meta.json beside the workload)")
     p.add_argument("--rates", metavar="FILE", help="of `predict fit --json FILE` (default: the card's data sheet)")
+    p.add_argument("--cold-start", action="store_true", help="the first launch is a fresh process's, as fitted")
     p.add_argument("--compare", metavar="FLAG=A,B,C", help="settings side by side")
     p.add_argument("--slo", type=limits, metavar="NAME=MS,…", help="limits of each request: ttft, tpot, e2el")
     p.add_argument("--against", metavar="REQUESTS.jsonl", help="the same requests with their times: how far is it off?")
@@ -123,7 +124,8 @@ def prepare(args: argparse.Namespace, log: Log | None) -> tuple[Served, list[Job
     served = served_by(args, log.meta if log else {})
     jobs = make_jobs(args, log, args.seed)
     if args.rates:
-        return served, jobs, read_rates(args.rates)
+        fit = read_rates(args.rates)
+        return served, jobs, fit if args.cold_start else dataclasses.replace(fit, cold=0.0)
     model = served.model
     guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size)
     return served, jobs, Fit(rates_of(guesses), 0.0, {name: guess.spread for name, guess in guesses.items()})
@@ -141,9 +143,7 @@ def say_what_it_is(args: argparse.Namespace, served: Served, fit: Fit) -> None:
     """What the answer stands on."""
     setup, limits = served.setup, served.setup.scheduler
     reckoned = "" if served.blocks_are_known else ", reckoned from its memory"
-    rates = (
-        f"rates of {args.rates}" if args.rates else "rates of its data sheet: good to a third, `predict fit` is better"
-    )
+    rates = f"rates of {args.rates}" if args.rates else "rates of its data sheet, good to a third (better: predict fit)"
     common.say(
         f"{served.gpu.name}, tensor parallel {served.model.tensor_parallel_size}, data parallel "
         f"{setup.data_parallel_size}; {setup.num_blocks:,} KV blocks of {setup.block_size}{reckoned}; max_num_seqs "
@@ -171,7 +171,7 @@ def say_what_nobody_knows(
         )  # fmt: skip
         common.say(f"Lengths are drawn: over {BAND} draws {told}")
     common.say(
-        "Not in it: network, tokenizer and HTTP; prefixes that prompts share and the workload does not name; and a clock "
+        "Not in it: network, tokenizer and HTTP; prefixes that prompts share and the workload does not name; a clock "
         "that throttles"
     )
     return band
@@ -268,36 +268,24 @@ def fit_command(args: argparse.Namespace) -> dict[str, Any]:
     guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size)
     if any(row.output_len is None for row in log.rows):
         raise common.InputError(f"{log.path}: output_toks: must be in all lines")
+    origin = log.rows[0].arrival or 0.0
     jobs = [
-        Job(
-            (row.arrival or 0.0) - (log.rows[0].arrival or 0.0),
-            row.input_len,
-            row.output_len or 1,
-            row.prefix_len,
-            row.prefix_id,
-        )
+        Job((row.arrival or 0.0) - origin, row.input_len, row.output_len or 1, row.prefix_len, row.prefix_id)
         for row in log.rows
     ]
     observed = log.observed(args.first)
     fit = fit_run(jobs, served.setup, model, guesses, observed)
     predictions = predict_with(fit, jobs, served.setup, model)
     outcomes = predictions[0].outcomes
-    rows = [
-        [name, f"{getattr(fit.rates, name):.3g}", UNITS[name], f"±{100 * math.expm1(fit.sigma[name]):.0f} %",
-         f"{getattr(fit.rates, name) / guesses[name].rate:.2f}", "" if fit.sigma[name] < 0.7 * guesses[name].spread else "not seen"]
-        for name in RATES
-    ]  # fmt: skip
-    rows.append(
-        ["cold", f"{fit.cold:.3g}", "s, the first launch", f"±{100 * math.expm1(fit.sigma['cold']):.0f} %", "", ""]
-    )
-    common.table(["rate", "", "unit", "known to", "of the data sheet's", ""], rows)
+    print_rates(fit, guesses)
     found: dict[str, Any] = {"rates": dataclasses.asdict(fit.rates), "cold": fit.cold, "sigma": fit.sigma}
     complete = all(row.times is not None for row in log.rows)
     watched = log.observed(len(log.rows)) if complete else observed
     predicted = of_outcomes(outcomes[: len(watched)], [outcome.queued for outcome in outcomes[: len(watched)]])
     common.say(f"Fitted to the first {len(observed)} requests; of {len(watched)}, {len(jobs)} in the workload:")
     print_errors(predicted, seen(watched, outcomes), others_on(log) if complete else {})
-    common.say(f"{sum(outcome.preemptions for outcome in outcomes)} preemptions, {len(predictions[0].steps):,} steps")
+    steps = sum(len(prediction.steps) for prediction in predictions)
+    common.say(f"{sum(outcome.preemptions for outcome in outcomes)} preemptions, {steps:,} steps")
     found |= {"first": len(observed), "errors": errors(predicted, seen(watched, outcomes))}
     if args.json:
         recorded.merge_json(args.json, KEY, found)
@@ -306,9 +294,21 @@ def fit_command(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def print_rates(fit: Fit, guesses: Mapping[str, Guess]) -> None:
+    """Each rate, how certain it is, and how it compares with what was thought before."""
+    rows = []
+    for name, doubt in fit.sigma.items():
+        rate, guess = (fit.cold, COLD) if name == "cold" else (getattr(fit.rates, name), guesses[name])
+        beside = "" if name == "cold" else f"{rate / guess.rate:.2f}"
+        source = "the guess" if doubt > 0.7 * guess.spread else "the run"
+        rows.append([name, f"{rate:.3g}", UNITS[name], f"±{100 * math.expm1(doubt):.0f} %", beside, source])
+    common.table(["rate", "", "unit", "known to", "of the guess", "mostly from"], rows)
+
+
 UNITS = {"weights": "s/B, weights", "products": "s/FLOP, products", "cache": "s/B, keys and values",
          "attention": "s/FLOP, prompts' attention", "exchange": "s/B, between cards", "sequence": "s a sequence",
-         "fixed": "s a step", "host": "s from plan to launch"}  # fmt: skip
+         "fixed": "s a step", "host": "s from plan to launch",
+         "cold": "s, the first launch"}  # fmt: skip
 
 
 def read_rates(path: str) -> Fit:
@@ -316,9 +316,9 @@ def read_rates(path: str) -> Fit:
     try:
         found = json.loads(read_text(Path(path)))[KEY]
         rates = StepRates(**{name: float(found["rates"][name]) for name in RATES})
-        sigma = {name: float(found["sigma"][name]) for name in RATES}
+        cold, sigma = float(found["cold"]), {name: float(found["sigma"][name]) for name in RATES}
     except (ValueError, LookupError, TypeError) as error:
         raise common.InputError(f"--rates {path}: not what `predict fit --json` writes ({error!r:.60})") from None
-    if not all(0 < rate < math.inf for rate in dataclasses.astuple(rates)):
+    if not all(0 < rate < math.inf for rate in (cold, *dataclasses.astuple(rates))):
         raise common.InputError(f"--rates {path}: all rates must be above 0")
-    return Fit(rates, 0.0, sigma)
+    return Fit(rates, cold, sigma)

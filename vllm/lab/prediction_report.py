@@ -118,11 +118,11 @@ def print_answer(found: Mapping[str, Any], setup: Setup) -> None:
     common.table(["milliseconds", *(rule.upper() if rule[0] == "p" else rule for rule in RULES)], rows)
     usage, running, waiting = found["kv_cache_usage"], found["running"], found["waiting"]
     common.say(
-        f"{found['num_requests']:,} requests in {found['duration']:.1f} s: {found['request_throughput']:.2f} requests/s, "
+        f"{found['num_requests']:,} requests in {found['duration']:.1f} s: {found['request_throughput']:.2f} a second, "
         f"{found['output_throughput']:,.0f} output tokens/s, {found['total_token_throughput']:,.0f} with prompts; "
         f"{found['steps']:,} steps\n"
-        f"KV blocks: {setup.num_blocks - 1:,} usable, {usage['mean']:.0%} owned on average, {usage['max']:.0%} at most; "
-        f"{found['preemptions']} preemptions; {found['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache\n"
+        f"KV blocks: {setup.num_blocks - 1:,} usable, {usage['mean']:.0%} owned on average, {usage['max']:.0%} at "
+        f"most; {found['preemptions']} preemptions; {found['prefix_hit_rate']:.0%} of prompt tokens were cached\n"
         f"running: {running['mean']:.1f} on average, {running['max']:.0f} at most; waiting: {waiting['mean']:.1f} on "
         f"average, {waiting['max']:.0f} at most"
     )
@@ -166,8 +166,10 @@ def read_llmservingsim(path: Path) -> dict[str, dict[str, float]]:
     if not path.is_file():
         return {}
     found: dict[str, dict[str, float]] = {}
-    for what, rule, off in re.findall(r"^(TTFT|TPOT|Latency) (\w+)\s.*?([-+][\d.]+)%$", path.read_text(), re.M):
-        found.setdefault({"Latency": "e2el"}.get(what, what.lower()), {})[rule.lower()] = float(off) / 100
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := re.match(r"(TTFT|TPOT|Latency) (\w+)\s.*?([-+][\d.]+)%", line):
+            name = {"TTFT": "ttft", "TPOT": "tpot", "Latency": "e2el"}[match[1]]
+            found.setdefault(name, {})[match[2].lower()] = float(match[3]) / 100
     return found
 
 
