@@ -1,0 +1,232 @@
+"""Rates of a step from times that somebody has: of single batches, or of the requests of a whole run.
+
+Owns the least squares and how certain its answer is; called by `predict fit`. It never schedules but through
+`prediction`, and never sees a time that it was not given. vLLM has no counterpart.
+
+A run's times do not say how long each step took, nor what was in it. Both are found in turn: with the rates of the
+moment the scheduler decides; with its decisions held fast, every observed time is a sum of step times, so the rates
+follow by least squares; with these it decides again. What a data sheet says stands beside the observations as one more
+of them, so that a rate that nothing has shown keeps its value, and its doubt.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  it settles the device before torch is used
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.prediction import Heard, Job, Prediction, Setup, Wait, predict
+from lab.step_time import Guess, StepFeatures, StepModel, StepRates, StepWork
+
+RATES = tuple(field.name for field in dataclasses.fields(StepRates))
+COLD = Guess(0.1, 2.0)  # seconds that the first launch of a process takes longer: kernels are compiled and loaded
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rates, the first launch's delay, and of each the σ of its logarithm: 0.05 is known to 5 %."""
+
+    rates: StepRates
+    cold: float
+    sigma: dict[str, float]
+
+
+class Observed:
+    """The first requests of a run: when the loop heard of each, and of its first and its last token. Arrays [n] of
+    seconds, on the clock of the arrivals."""
+
+    def __init__(self, queued: Sequence[float], first: Sequence[float], last: Sequence[float]) -> None:
+        self.queued, self.first, self.last = (np.array(each, float) for each in (queued, first, last))
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def columns(model: StepModel, works: Iterable[StepWork]) -> StepFeatures:
+    """The features of many steps: columns [K]."""
+    return StepFeatures(*np.array([model.features(work) for work in works], float).T)
+
+
+def step_seconds(theta: np.ndarray, features: StepFeatures) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds [K] of each step and their slopes [K, P] in `theta`: logarithms of the rates, and of `COLD` if it is
+    there."""
+    rates = StepRates(*np.exp(theta[: len(RATES)]))
+    slopes = np.zeros((len(features.fixed), len(theta)))
+    for i, name in enumerate(StepFeatures._fields):
+        slopes[:, i] = getattr(rates, name) * getattr(features, name)
+    slopes[slopes[:, 0] < slopes[:, 1], 0] = 0  # the faster one is hidden behind the slower
+    slopes[slopes[:, 0] > 0, 1] = 0
+    return rates.seconds(features), slopes
+
+
+def heard_times(theta: np.ndarray, features: StepFeatures, order: list) -> tuple[np.ndarray, np.ndarray]:
+    """When the loop heard of each step [K], and the slopes [K, P], if it waits in this `order`: the clocks of
+    `prediction`, with what is decided held fast."""
+    seconds, slopes = step_seconds(theta, features)
+    P, at = len(theta), RATES.index("host")
+    host, cold = np.exp(theta[at]), np.exp(theta[-1])
+    heard, heard_slope, ends = np.zeros(len(seconds)), np.zeros((len(seconds), P)), {}
+    clock = gpu = 0.0
+    d_clock = d_gpu = np.zeros(P)
+    d_launch = np.zeros(P)
+    d_launch[at] = host
+    for event in order:
+        if isinstance(event, Wait):
+            if event.until > clock:
+                clock, d_clock = event.until, np.zeros(P)
+        elif isinstance(event, Heard):
+            end, d_end = ends.pop(event.step)
+            if end > clock:
+                clock, d_clock = end, d_end
+            heard[event.step], heard_slope[event.step] = clock, d_clock
+        else:
+            clock, d_clock = clock + host, d_clock + d_launch
+            if event == 0:
+                clock, d_clock = clock + cold, d_clock.copy()
+                d_clock[-1] += cold
+            if clock > gpu:
+                gpu, d_gpu = clock, d_clock
+            gpu, d_gpu = gpu + seconds[event], d_gpu + slopes[event]
+            ends[event] = gpu, d_gpu
+    return heard, heard_slope
+
+
+Residuals = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # theta [P] -> [R], [R, P]; in units of their σ
+
+
+def least_squares(
+    residuals: Residuals, guesses: Sequence[Guess], theta: np.ndarray, rounds: int = 20
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss–Newton on robust residuals beside the guesses, by logarithm. Returns theta [P] and its covariance [P, P].
+
+    A residual beyond 2 σ counts by its size and not by its square (Huber): one that a decision has moved by a step
+    shall not turn all rates.
+    """
+    center = np.log([guess.rate for guess in guesses])
+    precision = np.diag([guess.spread**-2 for guess in guesses])
+
+    def weighed(theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+        r, slopes = residuals(theta)
+        size = np.abs(r)
+        cost = np.where(size < 2, r * r, 4 * size - 4).sum() + (theta - center) @ precision @ (theta - center)
+        return cost, r, slopes, np.minimum(1, 2 / np.maximum(size, 1e-9))
+
+    now = weighed(theta)
+    for _ in range(rounds):
+        cost, r, slopes, weights = now
+        hessian = slopes.T @ (slopes * weights[:, None]) + precision
+        step = -np.linalg.solve(hessian, slopes.T @ (weights * r) + precision @ (theta - center))
+        step *= min(1.0, 0.7 / np.abs(step).max())  # no rate doubles at once
+        for _ in range(8):
+            now = weighed(theta + step)
+            if now[0] <= cost:
+                break
+            step /= 2
+        else:
+            break
+        theta = theta + step
+        if np.abs(step).max() < 1e-4:
+            break
+    _, _, slopes, weights = weighed(theta)
+    return theta, np.linalg.inv(slopes.T @ (slopes * weights[:, None]) + precision)
+
+
+def fit_batches(
+    features: StepFeatures, seconds: Sequence[float], guesses: Mapping[str, Guess], error: float = 0.03
+) -> Fit:
+    """Rates from single batches: columns [K] of their features, and how long each took, up to a share of `error`."""
+    took, told = np.array(seconds, float), [*guesses.values(), COLD]
+
+    def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found, slopes = step_seconds(theta, features)
+        return (found - took) / (error * took), slopes / (error * took)[:, None]
+
+    return as_fit(*least_squares(residuals, told, np.log([guess.rate for guess in told])))
+
+
+def as_fit(theta: np.ndarray, covariance: np.ndarray) -> Fit:
+    """By name."""
+    rates = np.exp(theta).tolist()
+    sigma = np.sqrt(np.diag(covariance)).tolist()
+    return Fit(StepRates(*rates[:-1]), rates[-1], dict(zip((*RATES, "cold"), sigma)))
+
+
+# How far a time may be off that is right: a step by so many seconds, which add up as noise does; and all of it by this
+# share of its age, as a model is that is wrong a little in every step. Errors of the second kind are one and the same
+# error seen many times, so all together count as so many.
+JITTER, DRIFT, DRIFT_COUNT = 4e-3, 3e-3, 20
+
+
+def run_residuals(model: StepModel, predictions: Sequence[Prediction], observed: Observed) -> Residuals:
+    """Of observed first and last tokens, with these decisions held fast: of each on its loop since the one before, and
+    of each since the run began."""
+    count, parts = len(observed), []
+    for number, prediction in enumerate(predictions):
+        here = [i for i, outcome in enumerate(prediction.outcomes[:count]) if outcome.loop == number]
+        if not here:
+            continue
+        seen = [(observed.first[i], prediction.outcomes[i].steps[0]) for i in here]
+        seen += [(observed.last[i], prediction.outcomes[i].steps[1]) for i in here]
+        seen.sort()
+        times, steps = np.array([at for at, _ in seen]), np.array([step for _, step in seen])
+        last = steps.max() + 1
+        order = [e for e in prediction.order if isinstance(e, Wait) or (e.step if isinstance(e, Heard) else e) < last]
+        parts.append((columns(model, [step.work for step in prediction.steps[:last]]), order, times, steps))
+
+    def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found, slopes = [], []
+        for features, order, times, steps in parts:
+            heard, slope = heard_times(theta, features, order)
+            error, slope = heard[steps] - times, slope[steps]
+            jitter = JITTER * (1 + np.sqrt(np.maximum(1, np.abs(np.diff(steps)))))
+            drift = DRIFT * (times + 5) / np.sqrt(min(1, DRIFT_COUNT / len(times)))
+            found += [np.diff(error) / jitter, error / drift]
+            slopes += [np.diff(slope, axis=0) / jitter[:, None], slope / drift[:, None]]
+        return np.concatenate(found), np.concatenate(slopes)
+
+    return residuals
+
+
+def predict_with(
+    fit: Fit, jobs: Sequence[Job], setup: Setup, model: StepModel, watched: int | None = None
+) -> list[Prediction]:
+    """The run that these rates make of it."""
+    rates = fit.rates
+    return predict(jobs, setup, lambda work: rates.seconds(model.features(work)), rates.host, fit.cold, watched)
+
+
+def fit_run(
+    jobs: Sequence[Job],
+    setup: Setup,
+    model: StepModel,
+    guesses: Mapping[str, Guess],
+    observed: Observed,
+    rounds: int = 5,
+) -> Fit:
+    """Rates from the first requests of a run whose `jobs` are all known: decide, fit, decide again.
+
+    Small changes of a rate change decisions, so it need not come to rest: of all rounds the answer is the one whose own
+    decisions explain the times best.
+    """
+    told = [*guesses.values(), COLD]
+    theta, center = (np.log([guess.rate for guess in told]) for _ in range(2))
+    best: tuple[float, Fit] | None = None
+    for _ in range(rounds):
+        fit = as_fit(theta, np.zeros((len(theta), len(theta))))
+        predictions = predict_with(fit, jobs, setup, model, len(observed))
+        residuals = run_residuals(model, predictions, observed)
+        found, covariance = least_squares(residuals, told, theta)
+        size = np.abs(residuals(theta)[0])
+        cost = np.where(size < 2, size**2, 4 * size - 4).sum()
+        cost += (((theta - center) / [guess.spread for guess in told]) ** 2).sum()
+        if best is None or cost < best[0]:
+            best = cost, as_fit(theta, covariance)
+        if np.abs(found - theta).max() < 0.01:
+            break
+        theta = found
+    assert best
+    return best[1]
