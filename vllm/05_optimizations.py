@@ -9,7 +9,8 @@ The mechanism, one entry each:
   torch.compile     let a compiler merge neighbouring operations into one kernel
   async scheduling  plan the next step while the model runs this one, with placeholders for tokens not yet known
   prompt lookup     guess the next tokens from the prompt, check all of them in one pass over the weights
-Three more have tours of their own: quantized weights (05b), tensor parallelism (05c), a quantized KV cache (05d).
+Four more have tours of their own: quantized weights (05b), tensor parallelism (05c), a quantized KV cache (05d), and
+experts (05e).
 The engine has the first again in engine/core/kv_cache_manager.py and block_pool.py, where it meets everything else. The
 second is engine/worker/cuda_graphs.py, and planning ahead is part of engine/core/scheduler.py: both are used here.
 

@@ -95,6 +95,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "05b_quantization": ("Live: block", "One group and its outlier", None),
     "05c_tensor_parallel": ("The real model", "Where it stops paying", None),
     "05d_kv_cache_quantization": ("The real model", "One query among eight keys", None),
+    "05e_experts": ("The real model", "One expert overloads", None),
     "06_serving": ("The real model", "What load does", None),
     "06b_guided_decoding": ("One batch", "Masks change the distribution", None),
     "06c_scaling_out": ("One scheduler", "Pipelines: 4 stages", None),
