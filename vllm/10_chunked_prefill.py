@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 from engine import arguments, registry
 from engine.attention.metadata import AttentionMetadata
-from engine.attention.torch_paged import FEW_TOKENS, plan_few, prefill_attention
+from engine.attention.torch_paged import FEW_TOKENS, attend_with_sinks, plan_few, prefill_attention
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
@@ -64,12 +64,15 @@ def mixed_attention_reference(
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each sequence by itself: gather its whole context, score all of its queries, mask, softmax; in fp64.
 
     Shapes: q [T, Hq, D], kv_cache [2, num_blocks, block_size, Hkv, D], block_table [B, W], query_start_loc [B + 1],
     seq_lens [B] -> [T, Hq, D]. Sequence b's queries q[query_start_loc[b] : query_start_loc[b + 1]] are the last of its
-    seq_lens[b] tokens: the chunk of a prompt, or the one token of a decode.
+    seq_lens[b] tokens: the chunk of a prompt, or the one token of a decode. With a `window`, a query sees so many keys,
+    its own among them; `sinks` [Hq] are scores that take their part of the softmax, and have no value.
     """
     T, Hq, D = q.shape
     block_size, Hkv = kv_cache.shape[2:4]
@@ -80,8 +83,11 @@ def mixed_attention_reference(
         k, v = kv_cache.flatten(1, 2)[:, places].double().cpu().repeat_interleave(Hq // Hkv, dim=2)  # [S, Hq, D]
         scores = torch.einsum("thd,shd->hts", q[first:last].double().cpu(), k) / math.sqrt(D)
         position = torch.arange(S - (last - first), S)[:, None]
-        scores = scores.masked_fill(torch.arange(S) > position, -math.inf)
-        out[first:last] = torch.einsum("hts,shd->thd", scores.softmax(-1), v)
+        key = torch.arange(S)
+        scores = scores.masked_fill((key > position) | (key <= position - (window or S)), -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().cpu()[:, None, None].expand(-1, last - first, 1)), -1)
+        out[first:last] = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :S], v)
     return out
 
 
@@ -255,11 +261,11 @@ def find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
 
 
 @common.kernel
-def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens, out, scale,
+def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens, sinks, out, scale,
                              num_seqs: tl.int32, stride_q, stride_kv, table_width: tl.int32,
                              G: tl.constexpr, Hkv: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
-                             UPCAST: tl.constexpr):  # fmt: skip
+                             WINDOW: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # from the back, where prompts stand: the longest work first
     b = find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q)
@@ -281,10 +287,16 @@ def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if SINKS:  # a score of each head that is there before any key, and has no value
+        l = tl.full([BLOCK_M], 1.0, tl.float32)
+        m = tl.load(sinks + head, mask=r < BLOCK_Q * G, other=0.0).to(tl.float32) * 1.4426950408889634  # log2 e
 
     position = context + t
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(0, context + first - WINDOW + 1)  # the first key that the first query sees
     end = tl.minimum(S, context + first + BLOCK_Q)  # causality: no query in this tile sees a key from there on
-    for n in range(0, end, TILE):
+    for n in range(begin, end, TILE):
         p = n + tl.arange(0, TILE)  # positions of the keys
         live = p < end
         block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
@@ -296,10 +308,15 @@ def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens
             k = k.to(tl.float32)
         s = tl.dot(q_tile, k.T, input_precision="ieee") * scale  # [BLOCK_M, TILE]
         s = tl.where(p[None, :] <= position[:, None], s, float("-inf"))
+        if WINDOW:
+            s = tl.where(p[None, :] > position[:, None] - WINDOW, s, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.math.exp2(m - m_new)
-        w = tl.math.exp2(s - m_new[:, None])
+        origin = m_new
+        if WINDOW:  # a later query's may begin behind this tile: 2^(−∞ − −∞) would not be a number
+            origin = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.math.exp2(m - origin)
+        w = tl.math.exp2(s - origin[:, None])
         l = l * alpha + tl.sum(w, 1)
         # Positions from `end` on read the null block, whatever it holds: 0 · NaN is NaN, so a weight of 0 is no mask.
         v = tl.load(key + stride_kv, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -308,7 +325,7 @@ def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens
         acc = tl.dot(w.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, D]
         m = m_new
 
-    o = acc / l[:, None]  # key 0 is visible to every row, so ℓ > 0
+    o = acc / l[:, None]  # every query sees at least its own key, so ℓ > 0
     tl.store(out + (row * Hkv * G + head[:, None]) * D + d[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
@@ -319,6 +336,8 @@ def unified_attention(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     max_query_len: int,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a mixed batch through block tables: prompts' chunks and decodes in one launch.
 
@@ -326,12 +345,13 @@ def unified_attention(
     position = seq_lens[b] − query_start_loc[b + 1] + t, and k_j is found through block_table[b, j // block_size].
     Shapes: q [T, Hq, D] (token stride free), kv_cache [2, num_blocks, block_size, Hkv, D], block_table int32 [B, W],
     query_start_loc [B + 1], seq_lens int32 [B] -> [T, Hq, D]. A sequence may have no query in this step. The step's own
-    keys and values are in the cache already. `max_query_len` only chooses the tile.
+    keys and values are in the cache already. `max_query_len` only chooses the tile. A `window` hides the keys
+    j ≤ position − window; `sinks` [Hq] adds Σ' = exp(sinks[h]) to the denominator of every softmax of head h.
     vLLM 0.32: v1/attention/ops/triton_unified_attention.py (its 2D kernel), whose numbering of tiles this is.
     """
     if not common.runs_kernel(q):
-        plan = plan_torch(block_table, query_start_loc.diff().tolist(), seq_lens, kv_cache, q.shape[1])
-        return run_torch(plan, q, kv_cache)
+        plan = plan_torch(block_table, query_start_loc.diff().tolist(), seq_lens, kv_cache, q.shape[1], window)
+        return run_torch(plan, q, kv_cache, sinks)
     T, Hq, D = q.shape
     B, (block_size, Hkv) = len(seq_lens), kv_cache.shape[2:4]
     out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
@@ -341,11 +361,12 @@ def unified_attention(
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and not torch.version.hip else None
     block_m, tile, num_warps, num_stages = choose_tiles(q.dtype, D, G, max_query_len, capability)
     block_q, scale = block_m // G, math.log2(math.e) / math.sqrt(D)
-    tensors, strides = (q, kv_cache, block_table, query_start_loc, seq_lens, out), (q.stride(0), kv_cache.stride(0))
+    tensors = q, kv_cache, block_table, query_start_loc, seq_lens, q if sinks is None else sinks, out
+    strides, masks = (q.stride(0), kv_cache.stride(0)), {"WINDOW": window or 0, "SINKS": sinks is not None}
     sizes = {"G": G, "Hkv": Hkv, "D": D, "BLOCK_SIZE": block_size, "D_PAD": max(16, triton.next_power_of_2(D))}
     tiles = {"BLOCK_M": block_m, "BLOCK_Q": block_q, "TILE": tile, "num_warps": num_warps, "num_stages": num_stages}
     unified_attention_kernel[(Hkv, T // block_q + B)](
-        *tensors, scale, B, *strides, block_table.stride(0), **sizes, **tiles, UPCAST=common.INTERPRET
+        *tensors, scale, B, *strides, block_table.stride(0), **sizes, **tiles, **masks, UPCAST=common.INTERPRET
     )
     return out
 
@@ -380,7 +401,12 @@ def choose_tiles(
 
 
 def plan_torch(
-    block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
+    block_table: torch.Tensor,
+    query_lens: Sequence[int],
+    seq_lens: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    window: int | None = None,
 ) -> list[tuple[Any, Callable]]:
     """What a step has to do in each layer, worked out once: (rows of q, what to call with them and the layer's cache).
 
@@ -388,23 +414,33 @@ def plan_torch(
     of all of its context: the budget keeps them few. Arguments as in `unified_attention`; any layer's `kv_cache`.
     """
     num_blocks, block_size = kv_cache.shape[1:3]
-    plan: list[tuple[Any, Callable]] = [*plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads)]
+    plan: list[tuple[Any, Callable]] = [*plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads, window)]
     last = 0
     for b, n in enumerate(query_lens):
         last += n
         if n > FEW_TOKENS:
             S = int(seq_lens[b])
-            blocks = block_table[b, : -(-S // block_size)].long()
+            gone = max(0, S - n - window + 1) // block_size if window else 0  # blocks in front of every window
+            blocks = block_table[b, gone : -(-S // block_size)].long()
+            S -= gone * block_size
             bias = None  # a prompt's first chunk is plainly causal; a later one also sees all that came before it
-            if n < S:
-                bias = torch.full((n, S), -math.inf, device=kv_cache.device).triu(S - n + 1).to(kv_cache.dtype)
+            if n < S or (window and window < n):
+                hidden = torch.full((n, S), -math.inf, device=kv_cache.device)
+                bias = hidden.triu(S - n + 1).to(kv_cache.dtype)
+                if window:
+                    bias += hidden.tril(S - n - window).to(kv_cache.dtype)
             attend = functools.partial(attend_to_copy, pages=torch.cat((blocks, blocks + num_blocks)), S=S, bias=bias)
             plan.append((slice(last - n, last), attend))
     return plan
 
 
 def attend_to_copy(
-    q: torch.Tensor, kv_cache: torch.Tensor, pages: torch.Tensor, S: int, bias: torch.Tensor | None
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    pages: torch.Tensor,
+    S: int,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The chunk of one prompt, q [n, Hq, D], with PyTorch's fused attention: bias [n, S] is added to the scores."""
     (Hq, D), Hkv = q.shape[1:], kv_cache.shape[3]
@@ -412,17 +448,23 @@ def attend_to_copy(
     k, v = copy.view(2, -1, Hkv, 1, D)[:, :S].permute(0, 2, 3, 1, 4).expand(-1, -1, Hq // Hkv, -1, -1)
     # [Hkv, G, S, D]: a KV head is a batch entry with G heads, whose keys have stride 0. Nothing is repeated.
     queries = q.view(-1, Hkv, Hq // Hkv, D).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    o = F.scaled_dot_product_attention(queries, k, v, bias, is_causal=bias is None)
+    if sinks is None:
+        o = F.scaled_dot_product_attention(queries, k, v, bias, is_causal=bias is None)
+    else:
+        bias = torch.full((len(q), S), -math.inf, device=q.device).triu(1) if bias is None else bias
+        o = attend_with_sinks(queries, k, v, bias, sinks.view(Hkv, -1, 1, 1))
     return o.permute(2, 0, 1, 3).reshape(-1, Hq, D)
 
 
-def run_torch(plan: Sequence[tuple[Any, Callable]], q: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+def run_torch(
+    plan: Sequence[tuple[Any, Callable]], q: torch.Tensor, kv_cache: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """What `unified_attention` computes, by `plan_torch`'s plan. Shapes as there."""
     if len(plan) == 1:
-        return plan[0][1](q, kv_cache)
+        return plan[0][1](q, kv_cache, sinks=sinks)
     out = torch.empty_like(q)
     for rows, attend in plan:
-        out[rows] = attend(q[rows], kv_cache)
+        out[rows] = attend(q[rows], kv_cache, sinks=sinks)
     return out
 
 

@@ -97,6 +97,44 @@ def test_kernel(dtype, Hq, Hkv, D, block_size, guarded, kernels):
     check_batch(MIXED if Hkv > 1 else MIXED[2:6], Hq, Hkv, D, block_size, dtype, guarded)
 
 
+def windowed_batch(work, Hq, Hkv, D, block_size, dtype, guarded, window, null):
+    """As `make_batch`, and tables whose blocks in front of every window are somebody else's now: they hold NaN."""
+    (q, cache, table, loc, lens), longest = make_batch(work, Hq, Hkv, D, block_size, dtype, guarded, null)
+    for b, (n, S) in enumerate(work):
+        gone = max(0, S - n - window + 1) // block_size if window else 0
+        cache[:, table[b, :gone].long()] = float("nan")
+    return (q, cache, table, loc, lens), longest
+
+
+def check_windows(work, Hq, Hkv, D, block_size, dtype, guarded, window, has_sinks, null):
+    tensors, longest = windowed_batch(work, Hq, Hkv, D, block_size, dtype, guarded, window, null)
+    sinks = guarded(torch.randn(Hq).to(dtype)) if has_sinks else None
+    out = lesson.unified_attention(*tensors, longest, window, sinks)
+    q, cache, *rest = tensors
+    reference = lesson.mixed_attention_reference(q, cache.nan_to_num(), *rest, window, sinks)
+    assert_close(out.cpu(), reference, dtype)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, None])
+def test_torch_path_with_a_window(window, has_sinks, dtype, guarded):
+    if common.HAS_GPU:
+        pytest.skip("on a GPU the wrapper launches the kernel")
+    work = [*MIXED, (3, 40), (16, 64), (40, 40), (33, 90), (1, 90), (20, 20)]
+    check_windows(work, 6, 2, 16, 8, dtype, guarded, window, has_sinks, null=0)
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (7, True), (16, False), (33, True), (None, True)])
+def test_kernel_with_a_window(window, has_sinks, guarded, kernels):
+    """Among them a chunk of 40 whose later queries begin to see behind the tile's first keys."""
+    work = [*MIXED[3:], (40, 43), (3, 40), (1, 90)]
+    check_windows(work, 6, 2, 16, 8, torch.float32, guarded, window, has_sinks, null=float("nan"))
+
+
+def test_kernel_with_a_window_in_16_bits(half, guarded, kernels):
+    check_windows([(1, 33), (40, 80)], 6, 2, 16, 8, half, guarded, 9, True, null=float("nan"))
+
+
 def test_kernel_with_16_bits_as_they_are(half, guarded, kernels):
     check_batch(MIXED, 6, 2, 16, 8, half, guarded)
 

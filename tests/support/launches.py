@@ -79,9 +79,11 @@ def chunked_prefill(m: Any, dtype: torch.dtype) -> None:
         table = torch.empty(33, 64, dtype=torch.int32, device="meta")
         start_loc = torch.empty(34, dtype=torch.int64, device="meta")
         seq_lens = torch.empty(33, dtype=torch.int32, device="meta")
+        sinks = torch.empty(Hq, dtype=dtype, device="meta")
         for longest in (480, 1):
             q = torch.empty(32 + longest, Hq, D, dtype=dtype, device="meta")
-            m.unified_attention(q, kv_cache, table, start_loc, seq_lens, longest)
+            for masks in ((), (128, sinks), (None, sinks), (4096,)):
+                m.unified_attention(q, kv_cache, table, start_loc, seq_lens, longest, *masks)
         m.unified_attention(q, kv_cache, table[:1], start_loc[:2], seq_lens[:1], 33)  # one sequence alone
 
 

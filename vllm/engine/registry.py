@@ -23,6 +23,9 @@ FILLED_BY = {
     "decode.paged": "02_paged_attention:paged_decode",
     "attention.unified": "10_chunked_prefill:UnifiedAttention",
     "attention.paged": "02_paged_attention:PagedAttention",
+    "mixed.attend": "10_chunked_prefill:unified_attention",
+    "mixed.plan": "10_chunked_prefill:plan_torch",
+    "mixed.run": "10_chunked_prefill:run_torch",
     "lora": "12_multi_lora:add_lora",
     "rejection": "07_spec_decode:rejection_sample",
 }

@@ -30,18 +30,25 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},  # a layer without, as some models have
 }
+# What a family with some windowed layers makes of this number: those from it on, or of those before it every other one.
+LAYERS = {"mistral": None, "mixtral": None, "qwen2": 1, "qwen3": 1, "qwen2_moe": 3, "qwen3_moe": None}
 
 
-def make_model(family: str, folder: Path, seed: int = 0, **sizes: Any) -> Any:
+def make_model(family: str, folder: Path, seed: int = 0, window: int | None = None, **sizes: Any) -> Any:
     """Write a seeded model of a family, with `sizes` in the place of SIZES; returns Transformers' model.
 
-    The folder appears whole, or not at all. Raises InputError for another family, and for a folder that is there.
+    With a `window`, layers see so many tokens: all of them, or those that the family gives one. The folder appears
+    whole, or not at all. Raises InputError for another family or one without windows, and for a folder that is there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     allowed = sorted(FAMILIES.values())
     if family not in allowed:
         raise common.InputError(f"family {family!r}: must be one of {', '.join(allowed)}")
+    if window and family == "llama":
+        raise common.InputError("window: not for family 'llama', whose layers see everything")
+    if window:
+        sizes = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": LAYERS[family]} | sizes
     if folder.exists():
         raise common.InputError(f"{folder}: is there already; name a folder that is not")
     default = folders.model_folder()
@@ -76,6 +83,8 @@ def build_parser() -> arguments.Parser:
     p.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(sorted(FAMILIES.values()))}")
     p.add_argument("folder", metavar="FOLDER", type=Path, help="where to write it; must not be there")
     p.add_argument("--seed", type=arguments.number(int, 0, 2**31 - 1), default=0, help="of its weights (default 0)")
+    help = "tokens that its windowed layers see (default: every layer sees all)"
+    p.add_argument("--window", type=arguments.number(int, 1, 2**20), help=help)
     return p
 
 
@@ -85,5 +94,5 @@ def main(argv: Sequence[str]) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = make_model(args.family, args.folder, args.seed)
+    model = make_model(args.family, args.folder, args.seed, args.window)
     common.say(f"{args.folder}: a {args.family} of {sum(p.numel() for p in model.parameters()):,} random parameters")

@@ -99,7 +99,7 @@ WRONG = {  # what is changed in a config.json, and what the error says
     "norm_topk_prob": ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
     "decoder_sparse_step": ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
     "mlp_only_layers": ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all', expected a list of layers"),
-    "window": ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16 is not supported here"),
+    "window": ({"use_sliding_window": True, "sliding_window": -16}, "sliding_window is -16, expected null or"),
     "another number": ({"num_local_experts": 9}, "mlp.experts.8.gate_proj.weight is missing"),
     "another width": ({"moe_intermediate_size": 32}, "gate_proj.weight has shape [48, 64], config.json says [32, 64]"),
 }  # fmt: skip

@@ -31,31 +31,77 @@ warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
 warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
 
 Plan = list[tuple[torch.Tensor, ...]]  # for each group of sequences: rows of the batch, and what they read
-Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [B n, Hq, D], a layer's kv_cache -> [B n, Hq, D]
+# q [B n, Hq, D], a layer's kv_cache, and perhaps its sinks [Hq] -> [B n, Hq, D]
+Decode = Callable[..., torch.Tensor]
 
 
-def plan_decode(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int, query_len: int = 1
+def plan_decode(  # noqa: PLR0913  where keys lie, and which of them are seen
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    query_len: int = 1,
+    window: int | None = None,
 ) -> Decode:
     """The plan of a step, as a function to call in each layer: it computes what lesson 02's `paged_decode` computes.
 
     Shapes: block_table [B, W], seq_lens [B], kv_cache that of any layer; `num_heads` is Hq, `query_len` the number n of
-    newest tokens that each sequence asks for (lesson 07 has several: a token and what was guessed to follow it).
+    newest tokens that each sequence asks for (lesson 07 has several: a token and what was guessed to follow it). With a
+    `window`, each sees so many positions, its own among them, and blocks before them are not looked at.
     """
+    if window is not None:
+        block_table, seq_lens = last_blocks(block_table, seq_lens, kv_cache.shape[2], query_len + window - 1)
     if query_len > 1:  # they read the same keys: a copy serves them all, in place each would fetch its own
-        plan, attend = gather_plan(block_table, seq_lens, kv_cache.shape, query_len), decode_gathered
+        plan, attend = gather_plan(block_table, seq_lens, kv_cache.shape, query_len, window), decode_gathered
     elif kv_cache.dtype in (torch.float32, torch.float64):
-        plan, attend = in_place_plan(block_table, seq_lens, kv_cache, num_heads), decode_in_place
+        plan, attend = in_place_plan(block_table, seq_lens, kv_cache, num_heads, window), decode_in_place
     else:
-        plan, attend = copied_keys_plan(block_table, seq_lens, kv_cache, num_heads), decode_copied_keys
+        plan, attend = copied_keys_plan(block_table, seq_lens, kv_cache, num_heads, window), decode_copied_keys
     return functools.partial(decode, attend=attend, plan=plan)
+
+
+def last_blocks(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, size: int, reach: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables without the blocks in front of each sequence's last `reach` tokens, and lengths without their tokens.
+
+    Shapes: block_table [B, W], seq_lens [B] -> [B, at most reach / size and one], [B].
+    """
+    skipped = (seq_lens - reach).clamp(min=0) // size  # [B] blocks
+    width = min(block_table.shape[1], -(-(reach + size - 1) // size))  # of the first block, perhaps one token alone
+    columns = skipped[:, None].long() + torch.arange(width, device=block_table.device)
+    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1)), seq_lens - skipped * size
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """softmax over the keys and, where there are sinks, one logit more, which no value goes with: what it takes, the
+    keys have less. Shapes: scores [..., S], sinks as scores but for a last dimension of 1 -> [..., S]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 FEW_TOKENS = 16  # up to so many of a sequence are attended to like a decode
 
 
-def plan_few(
-    block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
+def attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """softmax(q kᵀ / √D + bias) v, with a sink for each row of q. Shapes: q [..., N, D], k, v [..., S, D], bias
+    [..., N, S], sinks [..., N, 1] -> [..., N, D]. Scores are in fp32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    s = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5 + bias
+    return softmax_with_sinks(s, sinks).to(v.dtype) @ v
+
+
+def plan_few(  # noqa: PLR0913  as `plan_decode`, and who has how many tokens
+    block_table: torch.Tensor,
+    query_lens: Sequence[int],
+    seq_lens: torch.Tensor,
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    window: int | None = None,
 ) -> list[tuple[torch.Tensor, Decode]]:
     """For sequences that have few tokens in a step, one plan for each number of them: (rows of q, what to call).
 
@@ -68,25 +114,29 @@ def plan_few(
     plans = []
     for n, sequences in together.items():
         rows = torch.tensor([row for b in sequences for row in range(last[b] - n, last[b])], device=kv_cache.device)
-        plans.append((rows, plan_decode(block_table[sequences], seq_lens[sequences], kv_cache, num_heads, n)))
+        where = block_table[sequences], seq_lens[sequences]
+        plans.append((rows, plan_decode(*where, kv_cache, num_heads, n, window)))
     return plans
 
 
-def decode(q: torch.Tensor, kv_cache: torch.Tensor, attend: Callable, plan: Plan) -> torch.Tensor:
+def decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, attend: Callable, plan: Plan, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """`attend` for each group of the plan. A sequence in no group is empty, and gets 0."""
     if len(plan) == 1 and len(plan[0][0]) == len(q):  # all about equally long: no rows to pick
-        return attend(q, kv_cache, *plan[0][1:])
+        return attend(q, kv_cache, *plan[0][1:], sinks)
     out = torch.zeros_like(q)
     for rows, *reads in plan:
-        out[rows] = attend(q[rows], kv_cache, *reads)
+        out[rows] = attend(q[rows], kv_cache, *reads, sinks)
     return out
 
 
 def similar_lengths(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, size: int
+    block_table: torch.Tensor, seq_lens: torch.Tensor, size: int, reach: int | None = None
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
     """Groups of sequences whose lengths differ by less than a factor of two, so padding stays below that; empty ones
-    are in none. Yields rows of the batch, their blocks [b, w], and which slots hold a token [b, w * size]."""
+    are in none. Yields rows of the batch, their blocks [b, w], and which slots hold a token [b, w * size], of the last
+    `reach` ones if that is given."""
     groups: dict[int, list[int]] = collections.defaultdict(list)
     for b, S in enumerate(seq_lens.tolist()):
         if S:
@@ -94,15 +144,23 @@ def similar_lengths(
     for rows in groups.values():
         S = seq_lens[rows].long()
         width = -(-int(S.max()) // size)
-        live = torch.arange(width * size, device=S.device) < S[:, None]
+        slot = torch.arange(width * size, device=S.device)
+        live = slot < S[:, None]
         # Beyond a sequence's last block: the null block, which holds zeros.
-        yield rows, block_table[rows, :width].long().masked_fill(~live[:, ::size], 0), live
+        blocks = block_table[rows, :width].long().masked_fill(~live[:, ::size], 0)
+        yield rows, blocks, live if reach is None else live & (slot >= S[:, None] - reach)
 
 
 # --- Gathered -------------------------------------------------------------------------------------------------------
 
 
-def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequence[int], query_len: int = 1) -> Plan:
+def gather_plan(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    shape: Sequence[int],
+    query_len: int = 1,
+    window: int | None = None,
+) -> Plan:
     """For each group: (rows of the queries, blocks to gather, gathered slots to clear, bias to add to scores).
 
     Shapes: block_table [B, W], seq_lens [B], shape that of the cache; bias [b, 1, n, S], n being `query_len`.
@@ -116,15 +174,23 @@ def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequen
         dead = torch.cat((dead, dead + live.numel()))
         n = torch.arange(query_len, device=live.device)
         reach = seq_lens[rows, None].long() - query_len + n  # [b, n]: each token's own position, the last one it sees
-        hidden = torch.arange(live.shape[1], device=live.device) > reach[..., None]  # [b, n, S]
+        slot = torch.arange(live.shape[1], device=live.device)
+        hidden = slot > reach[..., None]  # [b, n, S]
+        if window is not None:
+            hidden |= slot <= reach[..., None] - window
         bias = torch.zeros(hidden.shape, device=live.device).masked_fill(hidden, -math.inf)[:, None]
         queries = (torch.tensor(rows, device=live.device)[:, None] * query_len + n).flatten()
         plan.append((queries, source, dead, bias))
     return plan
 
 
-def decode_gathered(
-    q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tensor, dead: torch.Tensor, bias: torch.Tensor
+def decode_gathered(  # noqa: PLR0913  a query, a layer, and the three parts of its plan
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    source: torch.Tensor,
+    dead: torch.Tensor,
+    bias: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `paged_decode` computes, for a group of b sequences, by gathering: q [b n, Hq, D] -> [b n, Hq, D]."""
     (Hq, D), (size, Hkv), (b, _, n, _) = q.shape[1:], kv_cache.shape[2:4], bias.shape
@@ -134,7 +200,10 @@ def decode_gathered(
     # The G query heads of a KV head take the place of G queries: no key is repeated.
     queries = q.reshape(b, n, Hkv, -1, D).transpose(1, 2).reshape(b, Hkv, -1, D)  # [b, Hkv, n G, D]
     bias = bias.to(q.dtype)[:, :, :, None].expand(-1, -1, -1, Hq // Hkv, -1).flatten(2, 3)  # [b, 1, n G, S]
-    o = F.scaled_dot_product_attention(queries, k, v, bias)
+    if sinks is None:
+        o = F.scaled_dot_product_attention(queries, k, v, bias)
+    else:  # which torch's fused attention has not
+        o = attend_with_sinks(queries, k, v, bias, sinks.view(Hkv, 1, -1).expand(-1, n, -1).reshape(Hkv, -1, 1))
     return o.view(b, Hkv, n, -1, D).transpose(1, 2).reshape(b * n, Hq, D)
 
 
@@ -159,16 +228,16 @@ def decode_latent(  # noqa: PLR0913  what lesson 09's kernel takes
 
 
 def score_places(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
+    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int, window: int | None = None
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each group: rows of the batch; for each of its scores, b · Hq rows of S, the place of the key and value that
-    it is about [b · Hq · S]; where each row begins [b · Hq + 1]; which of the S positions hold a token [b, S].
+    it is about [b · Hq · S]; where each row begins [b · Hq + 1]; which of the S positions are seen [b, S].
 
     A place is a row of a layer's keys, or values, seen as [slots · Hkv, D].
     """
     num_blocks, size, Hkv = kv_cache.shape[1:4]
     heads = torch.arange(Hkv, device=block_table.device)[:, None, None]
-    for rows, table, live in similar_lengths(block_table, seq_lens, size):
+    for rows, table, live in similar_lengths(block_table, seq_lens, size, window):
         slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # [b, S]
         slots = slots.masked_fill(~live, 0)  # a dead slot may hold anything: slot 0, of the null block, holds zeros
         shape = (len(rows), Hkv, num_heads // Hkv, live.shape[1])
@@ -178,13 +247,15 @@ def score_places(
         yield rows, places.to(index), starts, live
 
 
-def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int) -> Plan:
+def in_place_plan(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int, window: int | None = None
+) -> Plan:
     """For each group: (rows of the batch, the positions of its scores as a sparse matrix, bias to add to scores).
 
     The matrix has a row for each query head of each sequence and a column for each slot and KV head of the cache.
     """
     plan = []
-    for rows, places, starts, live in score_places(block_table, seq_lens, kv_cache, num_heads):
+    for rows, places, starts, live in score_places(block_table, seq_lens, kv_cache, num_heads, window):
         zeros = torch.zeros(len(places), dtype=kv_cache.dtype, device=live.device)
         shape = (len(starts) - 1, math.prod(kv_cache.shape[1:4]))
         scores = torch.sparse_csr_tensor(starts, places, zeros, shape, check_invariants=False)
@@ -193,7 +264,13 @@ def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: t
     return plan
 
 
-def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def decode_in_place(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What `paged_decode` computes, for a group of b sequences, from keys and values where they lie.
 
     Semantics: s = Q Kᵀ / √D at the plan's positions, p = softmax(s + bias), o = Σ_j p_j v_j over the same positions.
@@ -202,17 +279,19 @@ def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tenso
     b, Hq, D = q.shape
     keys, values = kv_cache.view(2, -1, D)  # a row for each slot and KV head
     torch.sparse.sampled_addmm(scores, q.reshape(-1, D), keys.T, beta=0, alpha=D**-0.5, out=scores)
-    p = (scores.values().view(b, Hq, -1) + bias).softmax(-1)
+    p = softmax_with_sinks(scores.values().view(b, Hq, -1) + bias, None if sinks is None else sinks[:, None])
     places, starts = scores.col_indices(), scores.crow_indices()
     o = F.embedding_bag(places, values, starts, mode="sum", per_sample_weights=p.flatten(), include_last_offset=True)
     return o.view(b, Hq, D)
 
 
-def copied_keys_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int) -> Plan:
+def copied_keys_plan(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int, window: int | None = None
+) -> Plan:
     """For each group: (rows of the batch, keys to copy, bias to add to scores, and for the sums over values the places
     and the starts of `score_places`). Keys [b · Hkv · S], bias [b · Hkv, 1, S]."""
     Hkv, plan = kv_cache.shape[3], []
-    for rows, places, starts, live in score_places(block_table, seq_lens, kv_cache, num_heads):
+    for rows, places, starts, live in score_places(block_table, seq_lens, kv_cache, num_heads, window):
         b, S = live.shape
         keys = places.view(b, Hkv, -1, S)[:, :, 0].flatten()  # the query heads of a group share them
         bias = torch.zeros(live.shape, device=live.device).masked_fill(~live, -math.inf)
@@ -228,6 +307,7 @@ def decode_copied_keys(  # noqa: PLR0913  a query, a layer, and the four parts o
     bias: torch.Tensor,
     places: torch.Tensor,
     starts: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `decode_in_place` computes, for 16-bit caches: q [b, Hq, D] -> [b, Hq, D].
 
@@ -237,7 +317,9 @@ def decode_copied_keys(  # noqa: PLR0913  a query, a layer, and the four parts o
     k, values = kv_cache.view(2, -1, D)
     k = k.index_select(0, keys).float().view(bHkv, S, D)
     s = torch.baddbmm(bias, q.reshape(bHkv, -1, D).float(), k.mT, alpha=D**-0.5)  # [b Hkv, G, S]
-    p = s.softmax(-1).to(values.dtype).flatten()
+    if sinks is not None:  # [b Hkv, G, 1]
+        sinks = sinks.view(-1, s.shape[1], 1).repeat(len(q), 1, 1)
+    p = softmax_with_sinks(s, sinks).to(values.dtype).flatten()
     o = F.embedding_bag(places, values, starts, mode="sum", per_sample_weights=p, include_last_offset=True)
     return o.view(-1, Hq, D)
 

@@ -90,6 +90,8 @@ class LlamaConfig:
     qkv_bias: bool = False  # Qwen2's
     qk_norm: bool = False  # Qwen3's
     moe: MoEConfig | None = None  # its layers of experts, if it has any
+    # Of each layer, how many positions a query sees, its own among them; None: all. Empty: every layer sees all.
+    sliding_windows: tuple[int | None, ...] = ()
 
     @classmethod
     def from_folder(cls, folder: Path, quantized: bool = False, generation_config: str = "auto") -> LlamaConfig:
@@ -137,13 +139,13 @@ class LlamaConfig:
                 qkv_bias=family in ("qwen2", "qwen2_moe"),
                 qk_norm=family in ("qwen3", "qwen3_moe"),
                 moe=read_moe_config(raw, family, where),
+                sliding_windows=_sliding_windows(folder, raw, family, given["max_position_embeddings"]),
             )
         except KeyError as error:
             raise common.InputError(f"{where}: field {error} is missing") from None
         except (TypeError, ValueError, ArithmeticError) as error:
             raise common.InputError(f"{where}: {error}") from None
         config._check(where)
-        _check_attention(folder, raw, family, config)
         # What is not in the vocabulary is never written.
         known = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < config.vocab_size)
         named = tokenizer_has_eos and known[:1] == eos_token_ids[:1]
@@ -189,6 +191,10 @@ class LlamaConfig:
         """Whether this layer has experts in the place of an MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of this layer sees, its own among them; None: all."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
     def has_bias(self, name: str) -> bool:
         """Whether the linear layers under this name have biases, as far as `config.json` says."""
         if "mlp" in name:
@@ -219,29 +225,52 @@ def _check_neutral(where: str, raw: dict[str, Any], neutral: dict[str, Any]) -> 
             raise common.InputError(f"{where}: {field} {value!r} is not supported; allowed: {allowed}")
 
 
-def _check_attention(folder: Path, raw: dict[str, Any], family: str, config: LlamaConfig) -> None:
-    """Raises InputError for layers that do not see the whole context. A window as long as the context hides nothing."""
-    types = raw.get("layer_types") or []
-    if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
-        raise common.InputError(f"{folder}: layer_types {types!r:.80} is not supported; allowed: full_attention")
-    by_type = "sliding_attention" in types
-    if family in ("mistral", "mixtral"):
-        slides = True
-    elif family in ("qwen2_moe", "qwen3_moe"):
-        slides = raw.get("use_sliding_window", False)
-    elif family == "llama":
-        slides = by_type
-    else:
-        later = raw.get("max_window_layers", 28)
-        slides = raw.get("use_sliding_window", False) and (
-            by_type if types else type(later) is not int or later < config.num_hidden_layers
+def _sliding_windows(folder: Path, raw: dict[str, Any], family: str, context: Any) -> tuple[int | None, ...]:
+    """How many positions a query sees in each layer, None: all of them; empty if that is so in every layer. A window as
+    long as the `context` hides nothing. Raises InputError."""
+    layers = raw["num_hidden_layers"]
+    if type(layers) is not int:
+        return ()  # refused later, by its name
+    types = raw.get("layer_types") or [
+        "sliding_attention" if _slides(raw, family, layer) else "full_attention" for layer in range(layers)
+    ]
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or not set(map(str, types)) <= known or len(types) < layers:
+        raise common.InputError(
+            f"{folder}: layer_types {types!r:.80} is not supported; allowed: of each layer full_attention or "
+            "sliding_attention"
         )
     window = raw.get("sliding_window", None if family in ("llama", "mixtral") else 4096)  # its default
-    if slides and window and (type(window) is not int or window < config.max_position_embeddings):
+    if not window or "sliding_attention" not in types or (family in USES and not raw.get("use_sliding_window", False)):
+        return ()
+    if type(window) is not int or window < 1:
+        raise common.InputError(f"{folder}: sliding_window is {window!r}, expected null or a positive integer")
+    if type(context) is int and window >= context:
+        return ()
+    if family == "llama":
         raise common.InputError(
-            f"{folder}: sliding_window {window!r} is not supported here; allowed: null, or the "
-            f"context ({config.max_position_embeddings}) and more"
+            f"{folder}: sliding_window {window}: vLLM gives a Llama one, and Transformers does not; allowed: null, or "
+            f"the context ({context}) and more"
         )
+    if raw.get("layer_types") and family in ALL_ALIKE and "full_attention" in types[:layers]:
+        raise common.InputError(f"{folder}: layer_types of a {family} are all alike; allowed: none of them named")
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
+
+
+ALL_ALIKE = ("mistral", "mixtral", "qwen3_moe")  # families of which every layer slides, or none
+USES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # families that must be told to use a window
+
+
+def _slides(raw: dict[str, Any], family: str, layer: int) -> bool:
+    """Whether a layer has a window where `layer_types` does not say: Transformers' rule for each family."""
+    if family in ALL_ALIKE:
+        return True
+    later = raw.get("max_window_layers", 28)
+    if type(later) is not int:
+        return family != "llama"
+    if family in ("qwen2", "qwen3"):
+        return layer >= later
+    return family == "qwen2_moe" and layer % 2 == 0 and layer < later
 
 
 def _biases(folder: Path, raw: dict[str, Any], family: str) -> tuple[Any, Any]:

@@ -39,10 +39,13 @@ def load(
 
 
 def check_context(path_or_id: str | None, tokens: int) -> LlamaConfig:
-    """The config of `--model`. Raises InputError if it has fewer positions than the `tokens` that a story takes."""
+    """The config of `--model`. Raises InputError if it has fewer positions than the `tokens` that a story takes, or if
+    some layer does not see them all."""
     config = LlamaConfig.from_folder(folders.model_folder(path_or_id))
     if (context := config.max_position_embeddings) < tokens:
         raise common.InputError(f"--model: a context of {context} tokens is too short; this story takes {tokens}")
+    if (window := min(filter(None, config.sliding_windows), default=tokens)) < tokens:
+        raise common.InputError(f"--model: a window of {window} tokens is too short; this story takes {tokens}")
     return config
 
 

@@ -214,7 +214,10 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
         absent = {name: torch.zeros((), dtype=dtype).expand(shapes[name]) for name in elsewhere}
         part_of = functools.partial(stage_tensor, tensors, absent, start)
         moe = config.moe and config.moe.of_stage(start, end)
-        stage_config = dataclasses.replace(config, num_hidden_layers=end - start, moe=moe)
+        windows = config.sliding_windows[start:end]
+        stage_config = dataclasses.replace(
+            config, num_hidden_layers=end - start, moe=moe, sliding_windows=windows if any(windows) else ()
+        )
         if tp.world_size > 1:
             model = TensorParallelStage(stage_config, part_of, tp, dtype)
         else:

@@ -11,9 +11,11 @@ import common
 from typing import Any
 
 from engine import plugs, registry
+from engine.attention.windowed import WindowedAttention
 from engine.config import SchedulerConfig, VllmConfig, check_model_len
 from engine.lora.layers import AppliedAdapters, adapted_model
 from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.model.packed_linear import pack_weights
 from engine.quantization.kv_cache import QuantizedAttention
 from engine.sampling.sampler import Sampler
@@ -45,7 +47,7 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     """
     config = config or VllmConfig()
     check_model_len(limits.max_model_len, model.config.max_position_embeddings)
-    attention = find_attention(config)
+    attention = attention_of(model.config, config)
     model = pack_weights(model)
     cache = attention.make_cache(model, num_blocks, block_size)
     batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size)
@@ -77,6 +79,20 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
         add_lora = plugs.load("lora", config.plug.get("lora") or registry.fill("lora"))
         runner.model = adapted_model(model, lora, add_lora)
     return runner
+
+
+def attention_of(model: LlamaConfig, config: VllmConfig) -> AttentionBackend:
+    """The backend for what this model's layers see. Raises InputError for one that does not know it."""
+    if not model.sliding_windows:
+        return find_attention(config)
+    for name, used in (
+        ("kv_cache_dtype", config.kv_cache_dtype != "auto"),
+        ("attention_backend", config.attention_backend != "unified"),
+        ("plug attention", "attention" in config.plug),
+    ):
+        if used:
+            raise common.InputError(f"{name}: not for a model whose layers have windows")
+    return WindowedAttention([range(model.num_hidden_layers)])
 
 
 def find_attention(config: VllmConfig) -> AttentionBackend:

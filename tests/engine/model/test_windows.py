@@ -1,0 +1,128 @@
+"""Layers with a window: each family's folder answers as Transformers does, however the engine batches it."""
+
+from __future__ import annotations
+
+import common
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.windowed import WindowedAttention
+from engine.config import VllmConfig
+from engine.llm import LLM
+from engine.model import loader
+from engine.model.config import LlamaConfig
+from engine.request import SamplingParams
+from engine.worker.assemble import attention_of
+from lab.make_model import make_model
+from support.close import assert_close
+
+WINDOW = 20
+SLIDES = {  # which of three layers have the window
+    "mistral": (True, True, True), "mixtral": (True, True, True), "qwen3_moe": (True, True, True),
+    "qwen2": (False, True, True), "qwen3": (False, True, True), "qwen2_moe": (True, False, True),
+}  # fmt: skip
+
+
+def logits_of(model, ids):
+    """A prompt in one step, on blocks of 4 tokens."""
+    meta = AttentionMetadata.build([range(1, 1 + -(-len(ids) // 4))], [len(ids)], [len(ids)], 4, model.device)
+    attention = WindowedAttention([range(model.config.num_hidden_layers)])
+    cache = attention.make_cache(model, 60, 4)
+    ids = torch.tensor(ids, device=model.device)
+    return model.logits(model.forward(ids, meta.positions, attention.plan(meta, cache)))
+
+
+@pytest.mark.parametrize("name", SLIDES)
+def test_logits_equal_transformers(name, tmp_path):
+    theirs = make_model(name, tmp_path / "m", window=WINDOW, vocab_size=300)
+    model, _ = loader.load(str(tmp_path / "m"), device=torch.device("cpu"))
+    assert model.config.sliding_windows == tuple(WINDOW if slides else None for slides in SLIDES[name])
+    ids = torch.randint(300, (90,)).tolist()
+    with torch.inference_mode():
+        assert_close(logits_of(model, ids), theirs(torch.tensor([ids])).logits[0])
+
+
+# --- In the engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2_moe")), "qwen3",
+])  # fmt: skip
+def family(request, tmp_path_factory):
+    """(folder, Transformers' model) of a small random model."""
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return folder, make_model(request.param, folder, window=WINDOW)
+
+
+LIMITS = {  # arguments of an engine in which 32 requests of 5 to 75 tokens share steps
+    "whole": {},
+    "chunked": {"max_num_batched_tokens": 37, "max_num_seqs": 24},
+    "preempted": {"num_gpu_blocks_override": 33, "max_num_seqs": 32},
+    "drafted": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+}
+
+
+@pytest.mark.parametrize("limits", [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "chunked", "drafted")), "preempted",
+])  # fmt: skip
+def test_32_at_once_are_transformers_tokens(family, limits, monkeypatch):
+    """Twice, and the second time prompts are found in the cache. Who is preempted computes all of its tokens again."""
+    folder, theirs = family
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 49152, (5 + 70 * i // 31,), generator=generator).tolist() for i in range(32)]
+    llm = LLM(str(folder), max_model_len=128, **LIMITS[limits])
+    scheduler = llm.llm_engine.core.scheduler
+    preempted, preempt = [], scheduler._preempt_request
+    monkeypatch.setattr(scheduler, "_preempt_request", lambda *who: (preempted.append(who), preempt(*who)))
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    for again in (False, True):
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+        answers = [output.outputs[0].token_ids for output in found]
+        assert any(output.num_cached_tokens for output in found) or not again or preempted
+        if not again:
+            first = answers
+    assert answers == first and bool(preempted) == (limits == "preempted")
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, answers):
+            scores = theirs(torch.tensor([[*prompt, *answer[:-1]]])).logits[0]
+            assert scores[len(prompt) - 1 :].argmax(-1).tolist() == answer
+
+
+# --- What a config says -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"sliding_window": 2.5}, "sliding_window is 2.5, expected null or a positive integer"),
+    ({"sliding_window": -1}, "sliding_window is -1, expected"),
+    ({"layer_types": ["full_attention"]}, "layer_types .* is not supported; allowed: of each layer"),
+    ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types of a mistral are all alike"),
+], ids=str)  # fmt: skip
+def test_what_makes_no_window_is_refused_by_name(tmp_path, changes, words):
+    config = {"architectures": ["MistralForCausalLM"], "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96,
+              "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "sliding_window": 16}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert LlamaConfig.from_folder(tmp_path).sliding_windows == (16, 16, 16)
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(common.InputError, match=words):
+        LlamaConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("about", [{"kv_cache_dtype": "fp8"}, {"attention_backend": "paged"},
+                                   {"plug": {"attention": object}}], ids=str)  # fmt: skip
+def test_attention_that_knows_no_windows_is_refused_by_name(about, tiny_model):
+    windowed = dataclasses.replace(tiny_model.config, sliding_windows=(8, None))
+    with pytest.raises(common.InputError, match=f"{next(iter(about))}.*: not for a model whose layers have windows"):
+        attention_of(windowed, VllmConfig(**about))
+
+
+def test_a_story_that_knows_no_windows_takes_no_shorter_one(tmp_path):
+    make_model("mistral", tmp_path / "m", window=WINDOW, vocab_size=99)
+    loader.check_context(str(tmp_path / "m"), WINDOW)
+    with pytest.raises(common.InputError, match="--model: a window of 20 tokens is too short; this story takes 21"):
+        loader.check_context(str(tmp_path / "m"), WINDOW + 1)
