@@ -25,11 +25,20 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "sliding_window": None,
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENTS = EXPERTS | {
+    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "head_dim": 16,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
     "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},  # a layer without, as some models have
-}
+    "deepseek_v2": LATENTS | {"q_lora_rank": None},  # as V2-Lite
+    "deepseek_v3": LATENTS | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+        "mscale": 0.7, "mscale_all_dim": 1.0}},
+}  # fmt: skip
 # What a family with some windowed layers makes of this number: those from it on, or of those before it every other one.
 LAYERS = {"mistral": None, "mixtral": None, "qwen2": 1, "qwen3": 1, "qwen2_moe": 3, "qwen3_moe": None}
 
@@ -45,8 +54,8 @@ def make_model(family: str, folder: Path, seed: int = 0, window: int | None = No
     allowed = sorted(FAMILIES.values())
     if family not in allowed:
         raise common.InputError(f"family {family!r}: must be one of {', '.join(allowed)}")
-    if window and family == "llama":
-        raise common.InputError("window: not for family 'llama', whose layers see everything")
+    if window and family not in LAYERS:
+        raise common.InputError(f"window: not for family {family!r}, whose layers see everything")
     if window:
         sizes = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": LAYERS[family]} | sizes
     if folder.exists():
@@ -58,9 +67,9 @@ def make_model(family: str, folder: Path, seed: int = 0, window: int | None = No
     config = AutoConfig.for_model(family, **known | SIZES | OF_FAMILY.get(family, {}) | sizes, initializer_range=0.2)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("bias", "norm.weight")):  # which begin as zeros and ones
-            parameter.data += 0.2 * torch.randn_like(parameter)
+            tensor.data += 0.2 * torch.randn_like(tensor)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))

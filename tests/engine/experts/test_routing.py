@@ -88,3 +88,21 @@ def test_equal_to_gpt_oss_layer():
     x = torch.randn(30, 32)
     with torch.inference_mode():
         assert_close(ours(x), theirs(x[None])[0][0])
+
+
+@pytest.mark.parametrize(("groups", "best"), [(4, 2), (2, 1)])
+def test_equal_to_deepseek_v2s_router(groups, best):
+    """A softmax, and a group counts as much as its best expert."""
+    from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    theirs = DeepseekV2TopkRouter(DeepseekV2Config(
+        hidden_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=groups, topk_group=best,
+        topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+    ))  # fmt: skip
+    theirs.weight.data.normal_(std=0.2)
+    config = dataclasses.replace(CONFIG, top_k=2, num_expert_group=groups, topk_group=best, renormalize=False,
+                                 routed_scaling_factor=16.0)  # fmt: skip
+    x = torch.randn(200, 32)
+    _, weights, ids = theirs(x)
+    assert_close(in_order(*route(x @ theirs.weight.T, config)), in_order(weights, ids))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import common
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ class MoEConfig:
     intermediate_size: int  # I, of one expert
     renormalize: bool = True  # the weights of a token's experts add up to one
     scoring: str = "softmax"  # or "sigmoid": every expert by itself, as in DeepSeek-V3
+    corrected: bool = False  # experts are chosen by their score and a correction, a weight of the router
     num_expert_group: int = 1  # experts lie in so many groups, and a token visits
     topk_group: int = 1  # those of so many of them
     routed_scaling_factor: float = 1.0
@@ -51,6 +54,10 @@ ABSENT: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
                   "shared_expert_intermediate_size": 5632},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "deepseek_v2": {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2},
+    "deepseek_v3": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+                    "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+                    "norm_topk_prob": True, "routed_scaling_factor": 2.5},
 }  # fmt: skip
 
 
@@ -59,17 +66,15 @@ def read_moe_config(raw: Mapping[str, Any], family: str, where: Any) -> MoEConfi
     if family not in ABSENT:
         return None
     given = ABSENT[family] | {name: value for name, value in raw.items() if value is not None}
+    positive = functools.partial(_whole, where)
+    if family in ("deepseek_v2", "deepseek_v3"):
+        return _deepseek(given, family == "deepseek_v3", where)
     named = {name: raw[name] for name in ("num_experts", "num_local_experts") if raw.get(name) is not None}
     if len(set(map(repr, named.values()))) > 1:
         raise common.InputError(f"{where}: num_experts is {named['num_experts']!r}, num_local_experts another number")
     size = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
     shared = "shared_expert_intermediate_size" if family == "qwen2_moe" else None
     num_experts = next(iter(named.values()), given["num_experts"])
-
-    def positive(name: str, value: Any, most: int = 2**24) -> int:
-        if type(value) is not int or not 1 <= value <= most:
-            raise common.InputError(f"{where}: {name} is {value!r}, expected a whole number from 1 to {most}")
-        return value
 
     renormalize = True if family == "mixtral" else given.get("norm_topk_prob", False)
     if type(renormalize) is not bool:
@@ -83,6 +88,54 @@ def read_moe_config(raw: Mapping[str, Any], family: str, where: Any) -> MoEConfi
         shared_intermediate_size=positive(shared, given[shared]) if shared else 0,
         shared_gate=shared is not None,
         dense_layers=() if family == "mixtral" else _dense_layers(given, where, positive),
+    )
+
+
+def _whole(where: Any, name: str, value: Any, most: int = 2**24, least: int = 1) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise common.InputError(f"{where}: {name} is {value!r}, expected a whole number from {least} to {most}")
+    return value
+
+
+def _deepseek(given: Mapping[str, Any], v3: bool, where: Any) -> MoEConfig:
+    """V3 takes sigmoids and a correction; V2 a softmax, with groups only if `topk_method` says so."""
+    whole = functools.partial(_whole, where)
+    num_experts = whole("n_routed_experts", given["n_routed_experts"], 2**16)
+    top_k = whole("num_experts_per_tok", given.get("num_experts_per_tok"), num_experts)
+    width = whole("moe_intermediate_size", given["moe_intermediate_size"])
+    layers = whole("num_hidden_layers", given.get("num_hidden_layers"))
+    dense = whole("first_k_dense_replace", given.get("first_k_dense_replace", 0), least=0)
+    groups, best = 1, 1
+    method = "noaux_tc" if v3 else given.get("topk_method", "greedy")
+    if method not in ("noaux_tc", "greedy", "group_limited_greedy"):
+        raise common.InputError(
+            f"{where}: topk_method is {method!r}; allowed: {'noaux_tc' if v3 else 'greedy, group_limited_greedy'}"
+        )
+    if method != "greedy":
+        groups = whole("n_group", given.get("n_group"), num_experts)
+        best = whole("topk_group", given.get("topk_group"), groups)
+        if num_experts % groups or top_k > best * num_experts // groups or (v3 and num_experts < 2 * groups):
+            raise common.InputError(
+                f"{where}: n_group {groups} must divide n_routed_experts ({num_experts}), and {best} of the groups "
+                f"must have {top_k} experts; a group of V3 has at least two"
+            )
+    renormalize, factor = given.get("norm_topk_prob", False), given.get("routed_scaling_factor", 1.0)
+    if type(renormalize) is not bool:
+        raise common.InputError(f"{where}: norm_topk_prob is {renormalize!r}, expected true or false")
+    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        raise common.InputError(f"{where}: routed_scaling_factor is {factor!r}, expected a number above 0")
+    return MoEConfig(
+        num_experts,
+        top_k,
+        width,
+        renormalize,
+        scoring="sigmoid" if v3 else "softmax",
+        corrected=v3,
+        num_expert_group=groups,
+        topk_group=best,
+        routed_scaling_factor=factor,
+        shared_intermediate_size=width * whole("n_shared_experts", given["n_shared_experts"], 64, 0),
+        dense_layers=tuple(range(min(dense, layers))),
     )
 
 

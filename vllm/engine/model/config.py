@@ -18,20 +18,21 @@ import torch
 
 from engine.experts.config import MoEConfig, read_moe_config
 from engine.model.folders import read_json
-from engine.model.rope import is_positive
+from engine.model.mla import MLAConfig, read_mla_config
+from engine.model.rope import is_positive, rope_type
 from engine.model.tokenizer import special_tokens
 from engine.model.weights import open_weights
 
 # Names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone; Qwen3's has
-# none, and norms every head of a query and of a key. Three have experts in the place of an MLP.
+# none, and norms every head of a query and of a key. Five have experts in the place of an MLP, and of these DeepSeek's
+# two keep latents in the place of keys and values.
 FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
             "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
-            "Qwen3MoeForCausalLM": "qwen3_moe"}  # fmt: skip
+            "Qwen3MoeForCausalLM": "qwen3_moe", "DeepseekV2ForCausalLM": "deepseek_v2",
+            "DeepseekV3ForCausalLM": "deepseek_v3"}  # fmt: skip
 # Families whose experts are here, and whose attention is not.
 NOT_HERE = {
     "GptOssForCausalLM": "its attention has sinks, and windows in every second layer",
-    "DeepseekV2ForCausalLM": "its attention keeps latents (MLA)",
-    "DeepseekV3ForCausalLM": "its attention keeps latents (MLA)",
 }
 # What Transformers, and so vLLM, takes for a field that `config.json` leaves out.
 ABSENT: dict[str, dict[str, Any]] = {
@@ -48,6 +49,8 @@ ABSENT: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 16},
     "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4},
+    "deepseek_v2": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "deepseek_v3": {"max_position_embeddings": 4096, "eos_token_id": 1},
 }
 # Fields that change logits in Transformers or in vLLM and are not implemented here: the only value that changes none.
 NEUTRAL: dict[str, Any] = {
@@ -63,7 +66,23 @@ NEUTRAL_IN = {
     "mixtral": {},
     "qwen2_moe": {"qkv_bias": True},
     "qwen3_moe": {},
+    # In some, vLLM and Transformers do not agree on what else they mean; no DeepSeek has another value.
+    "deepseek_v2": {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "norm_topk_prob": False,
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+    },
+    "deepseek_v3": {
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+    },
 }
+LATENT = ("deepseek_v2", "deepseek_v3")  # families with latent attention
 NEUTRAL_ROPE = {"partial_rotary_factor": 1, "rope_dim": None, "use_fope": False}
 
 
@@ -92,6 +111,7 @@ class LlamaConfig:
     moe: MoEConfig | None = None  # its layers of experts, if it has any
     # Of each layer, how many positions a query sees, its own among them; None: all. Empty: every layer sees all.
     sliding_windows: tuple[int | None, ...] = ()
+    mla: MLAConfig | None = None  # if it keeps latents: then Hkv is 1, and D the size of one
 
     @classmethod
     def from_folder(cls, folder: Path, quantized: bool = False, generation_config: str = "auto") -> LlamaConfig:
@@ -117,6 +137,8 @@ class LlamaConfig:
         tied = raw.get("tie_word_embeddings", False)
         if tied is True:  # of two different matrices in the file, both were trained
             tied = _same(*_stored(folder, "lm_head.weight", "model.embed_tokens.weight"))
+        mla = read_mla_config(raw, where) if family in LATENT else None
+        kept = {"num_key_value_heads": 1, "head_dim": mla.latent_size} if mla else {}
         try:
             heads = raw["num_attention_heads"]
             config = cls(
@@ -125,8 +147,10 @@ class LlamaConfig:
                 intermediate_size=raw["intermediate_size"],
                 num_hidden_layers=raw["num_hidden_layers"],
                 num_attention_heads=heads,
-                num_key_value_heads=given.get("num_key_value_heads") or heads,
-                head_dim=given.get("head_dim") or ABSENT[family].get("head_dim") or raw["hidden_size"] // heads,
+                num_key_value_heads=(given | kept).get("num_key_value_heads") or heads,
+                head_dim=(given | kept).get("head_dim")
+                or ABSENT[family].get("head_dim")
+                or raw["hidden_size"] // heads,
                 max_position_embeddings=_scaled_context(given["max_position_embeddings"], rope),
                 rms_norm_eps=given.get("rms_norm_eps", 1e-6),
                 rope_theta=float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0),
@@ -140,6 +164,7 @@ class LlamaConfig:
                 qk_norm=family in ("qwen3", "qwen3_moe"),
                 moe=read_moe_config(raw, family, where),
                 sliding_windows=_sliding_windows(folder, raw, family, given["max_position_embeddings"]),
+                mla=mla,
             )
         except KeyError as error:
             raise common.InputError(f"{where}: field {error} is missing") from None
@@ -181,11 +206,18 @@ class LlamaConfig:
         ):
             if not low <= (value := getattr(self, field)) <= high:
                 raise common.InputError(f"{where}: {field} is {value!r}, expected {low} to {high:g}")
-        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+        if self.mla and (kind := rope_type(self.rope_scaling)) not in ("default", "yarn"):  # vLLM takes any for YaRN
+            raise common.InputError(f"{where}: rope_scaling type {kind!r} is not supported here; allowed: yarn")
+        if self.num_attention_heads % self.num_key_value_heads or self.rotary_dim % 2:
             raise common.InputError(
                 f"{where}: num_attention_heads {self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}, and head_dim {self.head_dim} must be even"
             )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer has experts in the place of an MLP."""
@@ -240,16 +272,16 @@ def _sliding_windows(folder: Path, raw: dict[str, Any], family: str, context: An
             f"{folder}: layer_types {types!r:.80} is not supported; allowed: of each layer full_attention or "
             "sliding_attention"
         )
-    window = raw.get("sliding_window", None if family in ("llama", "mixtral") else 4096)  # its default
+    window = raw.get("sliding_window", None if family in ("llama", "mixtral", *LATENT) else 4096)  # its default
     if not window or "sliding_attention" not in types or (family in USES and not raw.get("use_sliding_window", False)):
         return ()
     if type(window) is not int or window < 1:
         raise common.InputError(f"{folder}: sliding_window is {window!r}, expected null or a positive integer")
     if type(context) is int and window >= context:
         return ()
-    if family == "llama":
+    if family in NO_WINDOWS:
         raise common.InputError(
-            f"{folder}: sliding_window {window}: vLLM gives a Llama one, and Transformers does not; allowed: null, or "
+            f"{folder}: sliding_window {window}: Transformers gives a {family} none, and vLLM may; allowed: null, or "
             f"the context ({context}) and more"
         )
     if raw.get("layer_types") and family in ALL_ALIKE and "full_attention" in types[:layers]:
@@ -257,6 +289,7 @@ def _sliding_windows(folder: Path, raw: dict[str, Any], family: str, context: An
     return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
 
 
+NO_WINDOWS = ("llama", *LATENT)
 ALL_ALIKE = ("mistral", "mixtral", "qwen3_moe")  # families of which every layer slides, or none
 USES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # families that must be told to use a window
 
@@ -267,7 +300,7 @@ def _slides(raw: dict[str, Any], family: str, layer: int) -> bool:
         return True
     later = raw.get("max_window_layers", 28)
     if type(later) is not int:
-        return family != "llama"
+        return family not in NO_WINDOWS
     if family in ("qwen2", "qwen3"):
         return layer >= later
     return family == "qwen2_moe" and layer % 2 == 0 and layer < later

@@ -20,6 +20,7 @@ from engine.experts.config import MoEConfig
 from engine.experts.layer import MoELayer, silu_and_mul
 from engine.experts.stacked import StackedExperts
 from engine.model.config import LlamaConfig
+from engine.model.mla import EPS, MLAConfig, MLALayer, mscale
 from engine.model.rope import apply_rope, rope_factors, rope_frequencies
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,8 +50,9 @@ class Llama:
 
     `linear` maps names such as "layers.0.qkv_proj" and "lm_head" to callables [T, in] -> [T, out]; replacing an entry
     is how lessons quantize, shard or adapt a layer. `moe` has the layers of experts, by their number; of such a layer
-    `linear` has attention's matrices, and the shared expert's. `num_heads` and `num_kv_heads` are what the packed
-    projection yields (a shard owns fewer than the config says).
+    `linear` has attention's matrices, and the shared expert's. `mla` has what is between the matrices of latent
+    attention, of each layer. `num_heads` and `num_kv_heads` are what `attend` is given (a shard owns fewer than the
+    config says).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Llama:
         self.k_norm: list[torch.Tensor] = []
         self.linear: dict[str, Any] = {}  # `Linear`, or what took its place
         self.moe: dict[int, MoELayer] = {}
+        self.mla: dict[int, MLALayer] = {}
         for i in range(c.num_hidden_layers):
             self._add_layer(i, get, pack)
         # Tied: the embedding matrix is the output matrix as well.
@@ -119,10 +122,13 @@ class Llama:
         if c.qk_norm:
             self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
             self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
-        found = {
-            "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
-            "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
-        }
+        if c.mla:
+            self.mla[i], found = self._mla_layer(f"{p}.self_attn", c.mla, get, pack)
+        else:
+            found = {
+                "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
+                "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
+            }
         kind, mlp, size = "", f"{p}.mlp", c.intermediate_size
         if c.has_experts(i):
             assert c.moe
@@ -136,6 +142,27 @@ class Llama:
         for name, packed in found.items():
             self.linear[f"layers.{i}.{name}"] = packed
 
+    def _mla_layer(
+        self, prefix: str, mla: MLAConfig, get: Callable[..., torch.Tensor], pack: Callable[..., Linear]
+    ) -> tuple[MLALayer, dict[str, Linear]]:
+        """What is folded, and the matrices around it: all that reads hidden states is one product."""
+        c = self.config
+        shapes, first = mla.shapes(c.num_attention_heads, c.hidden_size), "q_a_proj" if mla.q_lora_rank else "q_proj"
+        names = (first, "kv_a_proj_with_mqa")
+        found = {
+            "qkv_a_proj": pack(prefix, names, [shapes[name][0] for name in names], c.hidden_size),
+            "o_proj": pack(prefix, ("o_proj",), (c.hidden_size,), shapes["o_proj"][1]),
+        }
+        if mla.q_lora_rank:
+            found["q_b_proj"] = pack(prefix, ("q_b_proj",), (shapes["q_b_proj"][0],), mla.q_lora_rank)
+        q_norm, kv_norm, kv_b = (
+            self._own([get(f"{prefix}.{name}.weight", *shapes[name])]) if name in shapes else None
+            for name in ("q_a_layernorm", "kv_a_layernorm", "kv_b_proj")
+        )
+        assert kv_norm is not None and kv_b is not None
+        scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * mscale(c.rope_scaling)
+        return MLALayer(mla, q_norm, kv_norm, kv_b, scale), found
+
     def _moe_layer(self, prefix: str, moe: MoEConfig, get: Callable[..., torch.Tensor]) -> MoELayer:
         """A router, and those experts that are held, each tensor copied to its place in a stack."""
         H, I, held = self.config.hidden_size, moe.intermediate_size, moe.experts_held
@@ -148,7 +175,11 @@ class Llama:
             down[i].copy_(get(f"{name}.down_proj.weight", H, I))
         shared_gate = self._own([get(f"{prefix}.shared_expert_gate.weight", 1, H)]) if moe.shared_gate else None
         gate = self._own([get(f"{prefix}.gate.weight", moe.num_experts, H)])
-        return MoELayer(moe, gate, StackedExperts(held, gate_up, down), shared_gate=shared_gate)
+        correction = None
+        if moe.corrected:  # as exact as it was trained: it decides between scores that are nearly equal
+            correction = get(f"{prefix}.gate.e_score_correction_bias", moe.num_experts).to(self.device, torch.float32)
+        experts = StackedExperts(held, gate_up, down)
+        return MoELayer(moe, gate, experts, correction=correction, shared_gate=shared_gate)
 
     @torch.inference_mode()
     def forward(
@@ -166,22 +197,41 @@ class Llama:
         With `hidden` given, the embedding is skipped: a pipeline stage continues where another stopped.
         """
         c, eps = self.config, self.config.rms_norm_eps
-        Hq, Hkv, D = self.num_heads, self.num_kv_heads, c.head_dim
         h = hidden  # [T, hidden]
         if h is None:
             assert token_ids is not None
             h = self.embed(token_ids)
-        T = h.shape[0]
         cos, sin = self.cos[positions], self.sin[positions]  # [T, 1, D]: the same for every head
         for i in range(c.num_hidden_layers) if layers is None else layers:
             x = F.rms_norm(h, h.shape[-1:], self.input_norm[i], eps)
-            qkv = self.linear[f"layers.{i}.qkv_proj"](x).view(T, Hq + 2 * Hkv, D)
-            q, k = self.queries_and_keys(i, qkv, cos, sin)
-            o = attend(i, q, k, qkv[:, Hq + Hkv :])  # [T, Hq, D]
-            h = h + self.linear[f"layers.{i}.o_proj"](o.reshape(T, Hq * D))
+            h = h + (self.latent_attention if c.mla else self.attention)(i, x, cos, sin, attend)
             x = F.rms_norm(h, h.shape[-1:], self.post_attention_norm[i], eps)
             h = h + self.mlp(i, x)
         return h
+
+    def attention(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Queries, keys and values, what the caller makes of them, and back. [T, hidden] -> [T, hidden]."""
+        T, Hq, Hkv, D = x.shape[0], self.num_heads, self.num_kv_heads, self.config.head_dim
+        qkv = self.linear[f"layers.{layer}.qkv_proj"](x).view(T, Hq + 2 * Hkv, D)
+        q, k = self.queries_and_keys(layer, qkv, cos, sin)
+        o = attend(layer, q, k, qkv[:, Hq + Hkv :])  # [T, Hq, D]
+        return self.linear[f"layers.{layer}.o_proj"](o.reshape(T, Hq * D))
+
+    def latent_attention(
+        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The same with one latent for all heads, of R + P elements: for `attend` one KV head, and its value is its
+        key. Of what comes back, R elements count. [T, hidden] -> [T, hidden]."""
+        mla, prefix = self.mla[layer], f"layers.{layer}."
+        made = self.linear[f"{prefix}qkv_a_proj"](x)  # [T, q_lora_rank or H (N + P), and R + P]
+        q, latent = made[:, : -mla.config.latent_size], made[:, -mla.config.latent_size :]
+        if mla.q_norm is not None:
+            q = self.linear[f"{prefix}q_b_proj"](F.rms_norm(q, q.shape[-1:], mla.q_norm, EPS))
+        q, k = mla.queries_and_keys(q.unflatten(1, (self.num_heads, -1)), latent, cos, sin)
+        o = attend(layer, q, k, k)  # [T, H, R + P], or R
+        return self.linear[f"{prefix}o_proj"](mla.outputs(o))
 
     def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """What follows attention in a layer: its MLP, or its experts. [T, hidden] -> [T, hidden]."""
@@ -242,8 +292,8 @@ class Llama:
         tensors = [self.embed_tokens, self.norm, *self.norms]
         for layer in self.linear.values():
             tensors += [t for t in (layer.weight, layer.bias) if t is not None]
-        for moe in self.moe.values():
-            tensors += moe.tensors
+        for part in (*self.moe.values(), *self.mla.values()):
+            tensors += part.tensors
         return sum({t.data_ptr(): t.numel() for t in tensors}.values())
 
 
@@ -261,7 +311,10 @@ def random_model(
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
-        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / math.sqrt(shape[1])
+        if name.endswith("_bias"):
+            weights[name] = 0.2 * noise
+        else:
+            weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / math.sqrt(shape[1])
     return Llama(config, weights.get, dtype, device)
 
 
@@ -271,12 +324,17 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
+        attention = {
+            "q_proj": (q, c.hidden_size),
+            "k_proj": (kv, c.hidden_size),
+            "v_proj": (kv, c.hidden_size),
+            "o_proj": (c.hidden_size, q),
+        }
+        if c.mla:
+            attention = c.mla.shapes(c.num_attention_heads, c.hidden_size)
         found = {
             "input_layernorm": (c.hidden_size,),
-            "self_attn.q_proj": (q, c.hidden_size),
-            "self_attn.k_proj": (kv, c.hidden_size),
-            "self_attn.v_proj": (kv, c.hidden_size),
-            "self_attn.o_proj": (c.hidden_size, q),
+            **{f"self_attn.{name}": shape for name, shape in attention.items()},
             "post_attention_layernorm": (c.hidden_size,),
         }
         if c.moe and c.has_experts(i):
@@ -290,6 +348,8 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         else:
             found |= mlp_shapes("mlp", c.hidden_size, c.intermediate_size)
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in found.items()}
+        if c.moe and c.moe.corrected and c.has_experts(i):
+            shapes[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = (c.moe.num_experts,)
         if c.qk_norm:
             shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
     shapes["model.norm.weight"] = (c.hidden_size,)

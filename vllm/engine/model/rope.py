@@ -9,6 +9,7 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -18,7 +19,7 @@ class RopeConfig(Protocol):
     """What the angles depend on: `LlamaConfig` has it."""
 
     @property
-    def head_dim(self) -> int: ...
+    def rotary_dim(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
     @property
@@ -33,10 +34,10 @@ def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
 
     Raises InputError for a scaling type other than default, linear, llama3 or yarn.
     """
-    D = config.head_dim
+    D = config.rotary_dim
     theta = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.int64).float() / D)  # [D/2]
     scaling = {"original_max_position_embeddings": config.max_position_embeddings} | (config.rope_scaling or {})
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = rope_type(scaling)
     context = "original_max_position_embeddings"
     needed = {
         "default": (),
@@ -68,6 +69,12 @@ def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
     if kind == "yarn":
         return _yarn(theta, config.rope_theta, scaling[context], scaling)
     return theta, 1.0
+
+
+def rope_type(rope_scaling: Mapping[str, Any] | None) -> Any:
+    """Of which kind it is: in old files the field is `type`, and none is the default."""
+    scaling = rope_scaling or {}
+    return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
