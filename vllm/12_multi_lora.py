@@ -17,8 +17,8 @@ The mechanism:
      reads another's memory.
 engine/lora/ has PEFT's file format, the memory and the thread that reads; lab/adapter_training.py trains adapters.
 
-Numbers to remember: 8 slots in turn serve 8 adapters with 1 % misses, and 9 adapters with 100 %. An adapter of rank
-8 on all layers has 1.8 % of this model's weights; one of rank 64 in the house makes every slot eight times as large.
+Numbers to remember: 8 slots serve 8 adapters in turn with 1 % misses, and 9 adapters with 100 %. An adapter of rank 8
+on all layers has 1.8 % of this model's weights; a single one of rank 64 makes every slot eight times as large.
 Rank 16 adds 15 µs to 64 rows of a 4096 → 4096 layer that takes 18 on an H200 if all share, 25 if nobody does.
 
 How to run:

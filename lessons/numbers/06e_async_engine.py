@@ -44,7 +44,7 @@ def describe(trace: dict) -> str:
         f"{tokens} tokens; the engine made the last at {trace['engine_done']} ms, having waited "
         f"{trace['engine_waited']} ms for its reader",
         f"the reader was done at {trace['reader_done']} ms, after {len(reads)} reads",
-        f"most items waiting: {trace['most_items']}; the oldest news read were {trace['oldest']} ms old",
+        f"most items waiting: {trace['most_items']}; the oldest news read was {trace['oldest']} ms old",
         f"tokens in each read: {', '.join(shown)}{', …' if len(reads) > 6 else ''}",
     ])  # fmt: skip
 

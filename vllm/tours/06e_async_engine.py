@@ -9,8 +9,8 @@ The mechanism:
   3. The front end (validate, tokenize, detokenize, stop strings) stays with the event loop: 04b's `LLMEngine`, with
      a mailbox for a core.
   4. One task reads the engine's letters and puts each request's news into its `RequestOutputCollector`.
-  5. Back-pressure in three places. A slow reader: its news are merged, nobody waits for it. Too many requests: refused
-     on arrival. A slow front end: the socket fills, and the engine waits.
+  5. Back-pressure in three places. A slow reader: its news is merged, and nobody waits for it. Too many requests: they
+     are refused on arrival. A slow front end: the socket fills, and the engine waits.
   6. A client that leaves is an ABORT letter; its blocks are free before the next step.
   7. An engine that dies closes its socket. Everybody who waits hears of it at once.
 

@@ -5,7 +5,7 @@ and what must it answer to all that is wrong, too large, too much, or suddenly n
 
 The mechanism:
   1. A gate in front: the key, and the size of the body. Nothing behind it sees more than 4 MiB.
-  2. Fields are types: `max_tokens: "5"` is an error that names the field. So is, if it is to be, an unknown field.
+  2. Fields are types: `max_tokens: "5"` is an error that names the field. With --strict-fields, so is an unknown field.
   3. Then meaning: ranges, one constraint and not two, a prompt that can fit. All of it before the engine hears a word.
   4. Then room: as many sequences as the bound allows, else 503 and Retry-After.
   5. A prompt becomes a request to 06e's `AsyncLLM`, and a mailbox. Several prompts are several mailboxes.

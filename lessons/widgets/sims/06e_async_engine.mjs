@@ -41,7 +41,7 @@ export function describe(trace) {
     `${put_at.length} tokens; the engine made the last at ${trace.engine_done} ms, having waited ` +
       `${trace.engine_waited} ms for its reader`,
     `the reader was done at ${trace.reader_done} ms, after ${reads.length} reads`,
-    `most items waiting: ${trace.most_items}; the oldest news read were ${trace.oldest} ms old`,
+    `most items waiting: ${trace.most_items}; the oldest news read was ${trace.oldest} ms old`,
     `tokens in each read: ${shown.join(", ")}${reads.length > 6 ? ", …" : ""}`,
   ].join("\n");
 }

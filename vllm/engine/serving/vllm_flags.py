@@ -13,7 +13,7 @@ from collections.abc import Iterator
 # is a switch. Behind a flag stand its metavar, N… for several; or the only values, in small letters or digits, that
 # change nothing: another one is refused with the row's text.
 ACCEPTED = {
-    "nothing is compiled here, and CUDA graphs choose their own sizes": {
+    "nothing is compiled here (lesson 05: a CPU gains nothing), and CUDA graphs choose their own sizes": {
         "--compilation-config, -cc JSON": "says what torch.compile and CUDA graphs do",
         "--optimization-level, -O N": "trades a longer start for faster steps",
         "--performance-mode MODE": "prefers short steps or full ones",
