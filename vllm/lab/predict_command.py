@@ -248,7 +248,7 @@ def fit_parser() -> arguments.Parser:
         description="The rates of a machine, from the times of the first requests of a run on it; and how far the "
         "prediction of all requests is off, if the file has their times, too.",
     )
-    p.add_argument("workload", metavar="REQUESTS.jsonl", help="with queued_ts, first_token_ts and last_token_ts")
+    p.add_argument("workload", metavar="REQUESTS.jsonl", help="with the times of each request")
     p.add_argument("--first", type=arguments.number(int, 2, 10**6), default=100, metavar="N",
                    help="times of so many requests are used (default 100)")  # fmt: skip
     p.add_argument("--meta", metavar="FILE", help="what served it (default: meta.json beside the workload)")
