@@ -196,12 +196,12 @@ def compare(parser: arguments.Parser, argv: list[str], args: argparse.Namespace,
     good = {value: found for value, found in answers.items() if "refused" not in found}
     best = max(good, key=lambda value: good[value]["request_goodput"]) if args.slo and good else None
     rows = [
-        [f"{flag} {value}", *_columns(found, args.slo), "best" if value == best else ""] if value in good
-        else [f"{flag} {value}", *["–"] * (7 + bool(args.slo)), "refused"]
+        [value, *_columns(found, args.slo), "best" if value == best else ""] if value in good
+        else [value, *["–"] * (7 + bool(args.slo)), "refused"]
         for value, found in answers.items()
     ]  # fmt: skip
-    heads = ["mean TTFT", "P99 TTFT", "mean TPOT", "P99 E2E", "tokens/s", "preemptions", "blocks"]
-    common.table(["", *heads, *(["goodput/s"] if args.slo else []), ""], rows)
+    heads = ["mean TTFT", "P99 TTFT", "mean TPOT", "P99 E2E", "tokens/s", "preempted", "blocks"]
+    common.table([flag, *heads, *(["goodput/s"] if args.slo else []), ""], rows)
     for reason in sorted({found["refused"] for found in answers.values() if "refused" in found}):
         common.say(f"refused: {reason}")
     if args.slo:
