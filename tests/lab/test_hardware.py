@@ -29,5 +29,5 @@ def test_every_card_is_found_by_its_own_name():
 
 @pytest.mark.parametrize("name", ["", "TPU v5", "L40", "RTX 40900", "H2000"])
 def test_an_unknown_card_is_told_which_are_known(name):
-    with pytest.raises(common.InputError, match="--gpu.*RTX 4090 24GB"):
+    with pytest.raises(common.InputError, match=r"--gpu.*RTX 4090 24GB"):
         find_gpu(name)

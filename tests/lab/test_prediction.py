@@ -40,7 +40,7 @@ def test_one_request_by_hand():
     found = run([Job(5.0, 10, 3)], setup())
     (outcome,) = found.outcomes
     assert (outcome.queued, outcome.scheduled) == (5.0, 5.0)
-    assert outcome.times == [6.25, 7.25, 8.25] and outcome.steps == [0, 2]
+    assert outcome.times == [6.25, 7.25, 8.25] and outcome.steps == [0, 0, 2]
     assert [(step.start, step.end) for step in found.steps] == [(5.25, 6.25), (6.25, 7.25), (7.25, 8.25)]
     assert [step.scheduled for step in found.steps] == [5.0, 5.25, 6.25]
     assert found.order == [Wait(5.0), 0, 1, Heard(0), 2, Heard(1), Heard(2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
 from lab.hardware import find_gpu
 from lab.model_costs import find_model, model_costs

@@ -127,7 +127,7 @@ def prepare(args: argparse.Namespace, log: Log | None) -> tuple[Served, list[Job
         fit = read_rates(args.rates)
         return served, jobs, fit if args.cold_start else dataclasses.replace(fit, cold=0.0)
     model = served.model
-    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size)
+    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size, model.expert_engines)
     return served, jobs, Fit(rates_of(guesses), 0.0, {name: guess.spread for name, guess in guesses.items()})
 
 
@@ -196,12 +196,12 @@ def compare(parser: arguments.Parser, argv: list[str], args: argparse.Namespace,
     good = {value: found for value, found in answers.items() if "refused" not in found}
     best = max(good, key=lambda value: good[value]["request_goodput"]) if args.slo and good else None
     rows = [
-        [f"{flag} {value}", *_columns(found, args.slo), "best" if value == best else ""] if value in good
-        else [f"{flag} {value}", *["–"] * (7 + bool(args.slo)), "refused"]
+        [value, *_columns(found, args.slo), "best" if value == best else ""] if value in good
+        else [value, *["–"] * (7 + bool(args.slo)), "refused"]
         for value, found in answers.items()
     ]  # fmt: skip
-    heads = ["mean TTFT", "P99 TTFT", "mean TPOT", "P99 E2E", "tokens/s", "preemptions", "blocks"]
-    common.table(["", *heads, *(["goodput/s"] if args.slo else []), ""], rows)
+    heads = ["mean TTFT", "P99 TTFT", "mean TPOT", "P99 E2E", "tokens/s", "preempted", "blocks"]
+    common.table([flag, *heads, *(["goodput/s"] if args.slo else []), ""], rows)
     for reason in sorted({found["refused"] for found in answers.values() if "refused" in found}):
         common.say(f"refused: {reason}")
     if args.slo:
@@ -248,7 +248,7 @@ def fit_parser() -> arguments.Parser:
         description="The rates of a machine, from the times of the first requests of a run on it; and how far the "
         "prediction of all requests is off, if the file has their times, too.",
     )
-    p.add_argument("workload", metavar="REQUESTS.jsonl", help="with queued_ts, first_token_ts and last_token_ts")
+    p.add_argument("workload", metavar="REQUESTS.jsonl", help="with the times of each request")
     p.add_argument("--first", type=arguments.number(int, 2, 10**6), default=100, metavar="N",
                    help="times of so many requests are used (default 100)")  # fmt: skip
     p.add_argument("--meta", metavar="FILE", help="what served it (default: meta.json beside the workload)")
@@ -265,7 +265,7 @@ def fit_command(args: argparse.Namespace) -> dict[str, Any]:
     log = read_log(args.workload, args.meta)
     served = served_by(args, log.meta)
     model = served.model
-    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size)
+    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size, model.expert_engines)
     if any(row.output_len is None for row in log.rows):
         raise common.InputError(f"{log.path}: output_toks: must be in all lines")
     origin = log.rows[0].arrival or 0.0

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine import arguments
 from engine.arguments import Switch, human_readable_int
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, whole
 from lab.bench import SOME, SOME_OR_NONE, rate_or_inf
 from lab.hardware import GPU, find_gpu
 from lab.model_costs import find_model, model_costs
@@ -79,6 +79,7 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
             raise common.InputError(
                 f"--{name}: {what} must be named; there is no meta.json beside the workload with it"
             )
+    check(settings)
     gpu = find_gpu(settings["gpu"])
     if "gpu" not in given and settings.get("gpu_memory"):
         gpu = dataclasses.replace(gpu, memory=settings["gpu_memory"])
@@ -111,6 +112,21 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
         model.expert_engines > 1,
     )
     return Served(model, gpu, setup, blocks is not None)
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """What a meta.json says need not be what a flag would have taken. Raises InputError."""
+    wholes = ("tensor_parallel_size", "data_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+              "block_size", "num_gpu_blocks_override", "gpu_memory")  # fmt: skip
+    for name in wholes:
+        if settings.get(name) is not None:
+            whole(name, settings[name], 1)
+    share = settings["gpu_memory_utilization"]
+    if not isinstance(share, float | int) or not 0 < share <= 1:
+        raise common.InputError(f"gpu_memory_utilization {share!r:.40}: must be above 0 and at most 1")
+    for name in ("model", "gpu", "kv_cache_dtype"):
+        if not isinstance(settings[name], str):
+            raise common.InputError(f"{name} {settings[name]!r:.40}: must be a name")
 
 
 def blocks_that_fit(model: StepModel, gpu: GPU, limits: SchedulerConfig, block_size: int, utilization: float) -> int:

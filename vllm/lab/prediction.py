@@ -60,7 +60,7 @@ class Outcome:
     queued: float = 0.0  # the loop heard of it
     scheduled: float = -1.0  # it was first admitted
     times: list[float] = field(default_factory=list)  # its tokens were heard of
-    steps: list[int] = field(default_factory=list)  # in which step its first and its last token were computed
+    steps: list[int] = field(default_factory=list)  # that admitted it, that computed its first token, and its last
     preemptions: int = 0
     cached: int = 0  # tokens of its prompt that were found in the prefix cache
 
@@ -213,6 +213,7 @@ class Server:
                 for request in output.scheduled_new_reqs:
                     outcome = self.outcomes[int(request.request_id)]
                     outcome.scheduled, outcome.cached = now, request.num_cached_tokens
+                    outcome.steps = [len(loop.steps) - 1] * 3
                 for request in output.preempted_reqs:
                     self.outcomes[int(request.request_id)].preemptions += 1
         if not loop.queue:
@@ -221,7 +222,9 @@ class Server:
             index, heard = loop.hear()
             for each in heard:
                 outcome = self.outcomes[int(each.request_id)]
-                outcome.steps = [outcome.steps[0] if outcome.steps else index, index]
+                if not outcome.times:
+                    outcome.steps[1] = index
+                outcome.steps[2] = index
                 outcome.times.append(loop.clock)
                 ended += each.finish_reason is not None and int(each.request_id) < self.unfinished
         return ended

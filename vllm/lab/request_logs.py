@@ -5,7 +5,7 @@ vLLM: `vllm/v1/metrics/stats.py`, whose clocks the times are of (`RequestStateSt
 
     {"input_toks": 358, "output_toks": 531, "arrival_time": 0.27}           all that a prediction needs
     … "prefix_id": 3, "prefix_toks": 128                                    the first 128 tokens are prefix 3's
-    … "queued_ts": 7.4, "first_token_ts": 8.1, "last_token_ts": 24.9        what a fit or a comparison needs, too
+    … "queued_ts": 7.4, "scheduled_ts": 7.6, "first_token_ts": 8.1, "last_token_ts": 24.9       what a fit needs, too
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from lab.fit import Observed
 
 MOST_TOKENS = 10**7
-TIMES = ("queued_ts", "first_token_ts", "last_token_ts")
+TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 
 
 class Row(NamedTuple):
@@ -58,7 +58,7 @@ class Log:
                 wanted = ", ".join(("arrival_time", *TIMES))
                 raise common.InputError(f"{self.path}: request {number} (by arrival) has not all of {wanted}")
             times.append(row.times)
-        apart = min(queued - (row.arrival or 0.0) for (queued, _, _), row in zip(times, rows))
+        apart = min(queued - (row.arrival or 0.0) for (queued, *_), row in zip(times, rows))
         origin = (rows[0].arrival or 0.0) + apart
         return Observed(*([each[k] - origin for each in times] for k in range(len(TIMES))))
 
