@@ -202,7 +202,7 @@ def test_benchmark_measures_what_it_says():
     done = run("05e_experts", "--bench")
     assert done.returncode == 0, done.stderr[-2000:]
     bench = done.results["05e_experts"]["bench"]
-    assert [*bench["ms"]] == [*bench["asked"]] == ["1", "8", "32", "256", "1024"]
+    assert {*bench["ms"]} == {*bench["asked"]} == {"1", "8", "32", "256", "1024"}
     assert min(ms for of in bench["ms"].values() for ms in of.values()) > 0
     assert bench["asked"]["1"] == bench["top_k"] and bench["asked"]["1024"] == bench["experts"]
     assert experts.expected_experts(bench["experts"], bench["top_k"], 8) * 0.6 < bench["asked"]["8"]

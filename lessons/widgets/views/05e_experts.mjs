@@ -9,7 +9,7 @@ export function steps(trace) {
 export function draw(trace, index, kit) {
   const { svg, rect, text, line, circle, group, key, numbers, legend, number } = kit;
   const at = Math.floor(index / STAGES), stage = index % STAGES, { params } = trace, step = trace.steps[at], gpus = step.busy.length, size = step.slots.length / gpus;
-  const shapes = [], narrow = kit.width < 560, home = 46, left = narrow ? 54 : 104, room = kit.width - left, wide = room / size, pitch = narrow ? 49 : 54, high = 29, top = 16;
+  const shapes = [], narrow = kit.width < 560, home = 46, left = narrow ? 54 : 104, room = kit.width - left, wide = room / size, pitch = narrow ? 45 : 54, high = 29, top = 16;
   const x = (ticks) => left + (ticks / AXIS) * room, longest = Math.max(...step.busy), lost = step.waiting >= 20, last = step.busy.indexOf(longest);
   const of = (gpu) => step.slots.map((_, slot) => slot).slice(gpu * size, (gpu + 1) * size), lane = (gpu) => top + gpu * pitch;
   shapes.push(text(0, 10, "tokens at home", "small soft"), text(kit.width, 10, narrow ? "experts, and rows for them" : "experts, and how many rows have come for them", "small soft end"));
@@ -17,7 +17,7 @@ export function draw(trace, index, kit) {
   // Experts in their slots. An expert that moves keeps its name, and so glides.
   const seen = {};
   step.slots.forEach((expert, slot) => {
-    const gpu = Math.floor(slot / size), nth = seen[expert] = (seen[expert] ?? -1) + 1, rows = step.rows[slot], hot = lost && gpu === last && step.work[slot] === Math.max(...of(last).map((s) => step.work[s]));
+    const gpu = Math.floor(slot / size), nth = seen[expert] = (seen[expert] ?? -1) + 1, rows = step.rows[slot], hot = lost && gpu === last && step.useful[slot] >= step.work[slot] && step.work[slot] === Math.max(...of(last).map((s) => step.work[s]));
     const css = stage > 0 && rows > 0 ? `box ${stage > 1 && hot ? "red" : "blue"}` : "free";
     shapes.push(key(`expert ${expert}, ${nth}`, group(left + (slot % size) * wide, lane(gpu),
       rect(0, 0, wide - 4, high, css, `expert ${expert}: ${number(rows)} rows`), text(4, 12, `e${expert}`, `small${nth > 0 ? " bold" : ""}`), stage > 0 ? text(wide - 8, 12, number(rows), "small end") : null)));
@@ -57,7 +57,7 @@ export function draw(trace, index, kit) {
   }
 
   // Every step so far: its ticks, and how many of them a GPU waits on average.
-  const base = top + gpus * pitch + (narrow ? 58 : 66), tall = narrow ? 44 : 50, column = room / trace.steps.length, before = kit.before?.trace.steps;
+  const base = top + gpus * pitch + (narrow ? 44 : 66), tall = narrow ? 38 : 50, column = room / trace.steps.length, before = kit.before?.trace.steps;
   shapes.push(text(0, base - tall + 10, "ticks", "small soft"), text(0, base - tall + 23, "a step", "small soft"), line(left, base, kit.width, base, "ink"));
   trace.steps.forEach((other, i) => {
     const h = (ticks) => (ticks / AXIS) * tall, cx = left + i * column, bar = column - (narrow ? 4 : 8), wait = Math.max(...other.busy) - other.busy.reduce((a, b) => a + b, 0) / gpus, shown = i < at || (i === at && stage > 1);
@@ -79,7 +79,7 @@ export function draw(trace, index, kit) {
     picture: [
       svg(kit.width, base + 17, `Step ${at}. ${said}`, ...shapes),
       legend(["purple", "rows that travel"], ["blue", "multiplying"], ["blue hatched", "reading weights"], [lost ? "red" : "grey", "waiting"], ...(before ? [["ink", "line: the run before"]] : [])),
-      numbers([stage > 0 ? `${step.asked} of 16` : "–", "experts are read"], [stage > 0 ? number(step.sent) : "–", "rows travel"], [stage > 1 ? `${step.waiting} %` : "–", "of the time waiting", stage > 1 && lost ? "red" : ""], [number(total), "ticks so far"]),
+      numbers([stage > 0 ? `${step.asked}${narrow ? "" : " of 16"}` : "–", narrow ? "experts" : "experts are read"], [stage > 0 ? number(step.sent) : "–", narrow ? "travel" : "rows travel"], [stage > 1 ? `${step.waiting} %` : "–", narrow ? "waiting" : "of the time waiting", stage > 1 && lost ? "red" : ""], [number(total), narrow ? "ticks" : "ticks so far"]),
     ],
     text: `Step ${at}: ${said}`,
   };
