@@ -11,6 +11,7 @@ import common
 from typing import Any
 
 from engine import plugs, registry
+from engine.attention.latent import LatentAttention
 from engine.config import SchedulerConfig, VllmConfig, check_model_len
 from engine.lora.layers import AppliedAdapters, adapted_model
 from engine.model import llama
@@ -45,7 +46,8 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     """
     config = config or VllmConfig()
     check_model_len(limits.max_model_len, model.config.max_position_embeddings)
-    attention = find_attention(config)
+    latent = model.config.mla and "attention" not in config.plug
+    attention = LatentAttention() if latent else find_attention(config)
     model = pack_weights(model)
     cache = attention.make_cache(model, num_blocks, block_size)
     batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size)
