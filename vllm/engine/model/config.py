@@ -124,7 +124,7 @@ class LlamaConfig:
         raw = read_json(where)
         family = _family(folder, raw)
         _check_neutral(str(folder), raw, NEUTRAL | NEUTRAL_IN[family])
-        if raw.get("quantization_config") and (not quantized or family in LATENT):
+        if raw.get("quantization_config") and not quantized:
             raise common.InputError(f"{folder}: quantization_config is not supported here; allowed: float weights")
         given = ABSENT[family] | raw
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # the second since Transformers 5
