@@ -120,9 +120,8 @@ def checkpoint_tensors(folder: Path, get: Lookup) -> tuple[Lookup, dict[str, Qua
 
     def lookup(name: str) -> torch.Tensor | None:
         plain = get(name)
-        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or (
-            plain is not None and plain.dtype.itemsize > 1
-        ):
+        floats = plain is not None and plain.dtype.itemsize > 1
+        if floats or not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             return plain  # a layer that was left as it is
         prefix = name.removesuffix(".weight")
         if plain is not None:
