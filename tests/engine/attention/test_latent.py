@@ -16,13 +16,16 @@ from engine.attention.latent import LatentAttention
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import FEW_TOKENS, plan_latents
 from engine.config import SchedulerConfig
+from engine.kv_transfer.kernels import gather_kv, scatter_kv
 from engine.llm import LLM
 from engine.quantization.kv_codes import block_bytes
 from engine.request import SamplingParams
 from engine.worker.cuda_graphs import CapturedModel, Tape
 from lab import naive
+from support import needs
 from support.close import assert_close
 from support.latents import COMPRESSED, EXPERTS, PLAIN, latent_model
+from support.transfers import handed_over, pair
 
 DEVICE = common.device()
 GRAPH = torch.cuda.CUDAGraph if common.HAS_GPU else Tape
@@ -57,7 +60,9 @@ def run(model, steps, block_size, poison):
     return ids, [torch.cat(parts) for parts in found if parts]
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["torch", "kernel"])
+@pytest.mark.parametrize(
+    "kernel", [False, pytest.param(True, marks=(pytest.mark.slow, needs.triton))], ids=["torch", "kernel"]
+)
 @pytest.mark.parametrize("mla", [PLAIN, COMPRESSED], ids=["plain", "compressed"])
 def test_any_steps_are_the_whole(mla, kernel):
     """Chunks behind cached latents, decodes, guesses; blocks lie anywhere, and hold NaN where nothing is written."""
@@ -70,6 +75,7 @@ def test_any_steps_are_the_whole(mla, kernel):
         assert_close(hidden, model.forward(ids[b, :n], positions, naive.recompute))
 
 
+@needs.triton
 def test_a_step_launches_the_kernel_once_a_layer():
     """Prompts as well: their tokens are as many decodes."""
     lesson, model = registry.lesson("09_gqa"), latent_model(device=DEVICE)
@@ -140,9 +146,10 @@ def answers(model, tokenizer, **about):
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("about", [
     {"plug": {"attention": registry.fill("attention.unified")}},
-    pytest.param({"speculative_config": {"method": "early_exit", "num_speculative_tokens": 2}}, marks=pytest.mark.slow),
+    {"speculative_config": {"method": "early_exit", "num_speculative_tokens": 2}},
 ], ids=["plugged", "early exit"])  # fmt: skip
 def test_backends_that_know_no_latents_serve_them_too(real_model, about):
     """For `attend` it is MQA: lesson 10's backend, and a drafter's cache, keep keys and values that are the same."""
@@ -166,7 +173,32 @@ def test_latents_that_were_evicted_come_back_from_a_store(real_model, tmp_path, 
     assert stats["bytes_in"] == 2 * block_bytes(latent_model(), 16, "auto") and again.outputs[0].token_ids == want
 
 
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs.triton)], ids=["torch", "kernel"])
+def test_latents_go_to_the_wire_and_back(kernel, guarded):
+    """One half, where others have keys and values."""
+    cache = guarded(torch.randn(1, 6, 8, 1, 48, device=DEVICE))
+    blocks, theirs = torch.tensor([4, 1, 5], device=DEVICE), torch.tensor([3, 1], device=DEVICE)
+    want = cache[0].flatten(0, 1)[[8 * int(blocks[p // 8]) + p % 8 for p in range(3, 20)]][None]
+    other = torch.zeros(1, 4, 16, 1, 48, device=DEVICE)
+    target = guarded(other)
+    with common.use_kernels() if kernel else contextlib.nullcontext():
+        wire = gather_kv(cache, guarded(blocks), 3, 17, 0, 1)
+        assert wire.equal(want)
+        scatter_kv(guarded(want), target, guarded(theirs), 3, 0)
+    for i, p in enumerate(range(3, 20)):
+        other[0, int(theirs[p // 16]), p % 16] = want[0, i]
+    assert target.equal(other), "every element in its place, and no other one touched"
+
+
+def test_a_prompt_is_computed_elsewhere():
+    """Blocks of 16 tokens there and of 8 here; with the tokens of one engine."""
+    model, prompt = latent_model(COMPRESSED, moe=EXPERTS), [(7 * i) % 128 for i in range(43)]
+    with pair(model, "SharedMemoryConnector") as (prefill, decode):
+        assert handed_over(prefill, decode, [prompt], 6) == [naive.generate(model, prompt, 6)]
+        assert decode.scheduler.connector.stats["bytes_in"] == 43 * model.config.num_hidden_layers * 48 * 4
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=(pytest.mark.slow, needs.triton))])
 def test_recorded_steps_are_eager_ones(full):
     """Pieces between attentions, and decodes whole, with the kernel in them."""
     model, backend = latent_model(COMPRESSED, DEVICE), LatentAttention()
