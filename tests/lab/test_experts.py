@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from engine.experts.config import MoEConfig
-from lab import experts
+from lab import experts, layouts, roofline
 from lab.experts import MODELS
 from lab.hardware import HARDWARE
 
-QWEN, MIXTRAL = MODELS["Qwen3-30B-A3B"], MODELS["Mixtral-8x7B"]
+QWEN, MIXTRAL, V3 = (MODELS[name] for name in ("Qwen3-30B-A3B", "Mixtral-8x7B", "DeepSeek-V3"))
+PLAIN_V3 = roofline.MODELS["DeepSeek-V3"]
 
 
 def test_the_numbers_of_qwen3_30b_a3b():
@@ -37,7 +38,21 @@ def test_the_numbers_of_mixtral():
     assert experts.kv_bytes_per_token(MIXTRAL) == 131072
 
 
-@pytest.mark.parametrize("config", [QWEN, MIXTRAL], ids=["Qwen3", "Mixtral"])
+def test_the_numbers_of_deepseek_v3():
+    """Its card and paper: 671 B parameters, of which a token uses 37 B; 576 numbers of a token in each of 61 layers."""
+    found = experts.parameters(V3)
+    assert found["total"] / 1e9 == pytest.approx(671, abs=0.5)
+    assert found["active"] / 1e9 == pytest.approx(37, abs=0.7), "without the embedding, of which a token reads a row"
+    assert found["experts"] == layouts.R1_EXPERTS
+    facts = experts.facts()["deepseek_v3"]
+    assert facts["kv_bytes_per_token"] == 70272 == roofline.KVCacheSpec.from_config(PLAIN_V3).bytes_per_token()
+    assert facts["weights_gb"] == pytest.approx(671, abs=0.5), "in fp8, as published"
+    assert facts["step_gb"]["1"] == pytest.approx(found["active"] / 1e9)
+    assert experts.step_bytes(V3, 8, 1000) - experts.step_bytes(V3, 8) == 8 * 1000 * 70272
+    assert facts["all_to_all_bytes_all_layers"] == 58 * 8 * 7168 * 3
+
+
+@pytest.mark.parametrize("config", [QWEN, MIXTRAL, V3], ids=["Qwen3", "Mixtral", "V3"])
 @pytest.mark.parametrize("tokens", [1, 8, 32, 256])
 def test_experts_asked_are_those_that_a_router_asks(config, tokens):
     moe = config.moe

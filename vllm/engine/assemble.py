@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import common
 
+from engine.attention.latent import check_latents
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore, check_pool
 from engine.core.scheduler import make_scheduler
@@ -35,6 +36,8 @@ def make_core(  # noqa: PLR0913  one for each thing that others made
     seed: int = 0,
 ) -> EngineCore:
     """The core of one engine; with workers, `model` is without weights. Raises InputError."""
+    if model.config.mla:
+        check_latents(config)
     workers, transfers = config.workers, config.kv_transfer_config
     remote = RemoteConnector(transfers) if transfers and workers else None
     local = make_connector(transfers) if transfers and not workers else None

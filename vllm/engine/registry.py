@@ -21,6 +21,7 @@ FILLED_BY = {
     "cache.paged": "02_paged_attention:PagedKVCache",
     "cache.write": "02_paged_attention:reshape_and_cache",
     "decode.paged": "02_paged_attention:paged_decode",
+    "decode.latent": "09_gqa:mla_decode",
     "attention.unified": "10_chunked_prefill:UnifiedAttention",
     "attention.paged": "02_paged_attention:PagedAttention",
     "mixed.attend": "10_chunked_prefill:unified_attention",

@@ -19,6 +19,7 @@ import torch
 from engine.experts.config import MoEConfig
 from engine.model import llama
 from engine.model.config import LlamaConfig
+from engine.model.mla import MLAConfig
 from engine.parallel.eplb import Placement, rebalance_experts
 from lab.hardware import HARDWARE
 from lab.roofline import slug
@@ -35,7 +36,16 @@ MODELS = {
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
         moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=14336),
     ),
+    "DeepSeek-V3": LlamaConfig(
+        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
+        num_key_value_heads=1, head_dim=576, tie_word_embeddings=False,
+        mla=MLAConfig(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=1536),
+        moe=MoEConfig(num_experts=256, top_k=8, intermediate_size=2048, scoring="sigmoid", corrected=True,
+                      num_expert_group=8, topk_group=4, routed_scaling_factor=2.5, shared_intermediate_size=2048,
+                      dense_layers=(0, 1, 2)),
+    ),
 }  # fmt: skip
+WEIGHT_BYTES = {"DeepSeek-V3": 1}  # as published, in fp8; the others in bf16
 BATCHES = (1, 8, 32, 128, 256, 1024)
 
 
@@ -59,8 +69,8 @@ def parameters(config: LlamaConfig) -> dict[str, int]:
 
 
 def kv_bytes_per_token(config: LlamaConfig, size: int = 2) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    return 2 * size * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    """Bytes of keys and values of one token in all layers, or of latents, which are both in one."""
+    return (1 if config.mla else 2) * size * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 
 def step_bytes(config: LlamaConfig, sequences: int, context: int = 0, size: int = 2) -> float:
@@ -91,15 +101,16 @@ def all_to_all_bytes(config: LlamaConfig, there: int = 1, back: int = 2) -> int:
     return config.moe.top_k * config.hidden_size * (there + back)
 
 
-def facts_of(config: LlamaConfig) -> dict[str, Any]:
-    """The numbers of one model; bytes are those of 16-bit weights."""
+def facts_of(config: LlamaConfig, size: int = 2) -> dict[str, Any]:
+    """The numbers of one model, whose weights take `size` bytes each; its cache is in 16 bits."""
     found, moe = parameters(config), config.moe
     assert moe
     return {
-        "parameters": found, "weights_gb": 2 * found["total"] / 1e9, "kv_bytes_per_token": kv_bytes_per_token(config),
+        "parameters": found, "weights_gb": size * found["total"] / 1e9,
+        "kv_bytes_per_token": kv_bytes_per_token(config),
         "experts_asked": {str(n): expected_experts(moe.num_experts, moe.top_k, n) for n in BATCHES},
-        "step_gb": {str(n): step_bytes(config, n) / 1e9 for n in BATCHES},
-        "step_gb_per_token": {str(n): step_bytes(config, n) / n / 1e9 for n in BATCHES},
+        "step_gb": {str(n): step_bytes(config, n, size=size) / 1e9 for n in BATCHES},
+        "step_gb_per_token": {str(n): step_bytes(config, n, size=size) / n / 1e9 for n in BATCHES},
         "rows_per_expert": {str(n): rows_per_expert(config, n) for n in BATCHES},
         "compute_bound_tokens": tokens_to_be_compute_bound(config),
         "all_to_all_bytes": all_to_all_bytes(config), "all_to_all_bytes_all_layers":
@@ -138,7 +149,9 @@ def facts() -> dict[str, Any]:
     """Deterministic numbers, by model, and how evenly 16 ranks share the experts of Qwen3-30B-A3B."""
     moe = MODELS["Qwen3-30B-A3B"].moe
     assert moe
-    return {slug(name): facts_of(config) for name, config in MODELS.items()} | {"balance": balance_facts(moe)}
+    return {slug(name): facts_of(config, WEIGHT_BYTES.get(name, 2)) for name, config in MODELS.items()} | {
+        "balance": balance_facts(moe)
+    }
 
 
 def routed(config: MoEConfig, tokens: int, skew: float = 0.0, seed: int = 0) -> torch.Tensor:

@@ -22,10 +22,12 @@ from lab.make_model import make_model
 from support.close import assert_close
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+SERVED = {"qwen3_moe", "deepseek_v3"}  # in the fast tier
 
 
 @pytest.fixture(scope="module", params=[
-    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[:2]), FAMILIES[2],
+    name if name in SERVED else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*FAMILIES, "deepseek_v2", "deepseek_v3")
 ])  # fmt: skip
 def family(request, tmp_path_factory):
     """(name, folder, Transformers' model) of a small random model."""

@@ -26,7 +26,7 @@ from engine.request import SamplingParams
 from lab import naive
 from lab.make_model import make_model
 from support import mixtures
-from support.checkpoints import QUANTIZATION, checkpoint_layer
+from support.checkpoints import QUANTIZATION, checkpoint_layer, eight_bit_layer
 from support.close import assert_close
 
 NAMES = ["int4-g64", "int4-g32", "int8", "fp8", "mxfp4", "mxfp8", "q4_1", "q8_0"]
@@ -143,12 +143,15 @@ def write_codes(folder, path, layout, left_out=()):
     tensors, expected = {}, {}
     f = Format("x", "int", 4, 32, "fp16", "int")
     for name, W in load_file(folder / "model.safetensors").items():
-        if (".self_attn." not in name and ".experts." not in name) or any(part in name for part in left_out):
+        kept = W.dim() == 1 or (".self_attn." not in name and ".experts." not in name)
+        if kept or any(part in name for part in left_out):
             tensors[name] = W
             continue
-        q = rtn(W, f)
-        expected[name] = q.dequantize()
-        stored = checkpoint_layer(layout, q)
+        if layout == "fp8":
+            stored, expected[name] = eight_bit_layer(layout, W)
+        else:
+            q = rtn(W, f)
+            stored, expected[name] = checkpoint_layer(layout, q), q.dequantize()
         tensors |= {f"{name.removesuffix('.weight')}.{kind}": t.contiguous().clone() for kind, t in stored.items()}
     path.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -172,6 +175,30 @@ def test_a_folder_whose_experts_are_codes(folder, tmp_path, layout):
             assert layer.experts.gate_up.each[e].dequantize().equal(gate_up)
             assert layer.experts.down.each[e].dequantize().equal(expected[f"{name}.w2.weight"])
     assert model.linear["layers.0.qkv_proj"].weight is None
+
+
+@pytest.mark.parametrize("layout", ["fp8", pytest.param("gptq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("q_lora_rank", [32, None])
+def test_a_folder_with_latents(tmp_path, layout, q_lora_rank):
+    """As DeepSeek publishes V3. What is folded into queries and outputs is decoded; everything else stays codes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 99,
+             "q_lora_rank": q_lora_rank, "v_head_dim": 32}  # fmt: skip
+    make_model("deepseek_v3", tmp_path / "floats", **sizes)
+    expected = write_codes(tmp_path / "floats", tmp_path / "codes", layout)
+    model = load_checkpoint(tmp_path / "codes")
+    tensors = load_file(tmp_path / "floats" / "model.safetensors") | expected
+    decoded = llama.Llama(model.config, renamed(tensors), device=model.device)
+    assert all(model.linear[f"layers.1.{name}"].weight is None for name in ("qkv_a_proj", "o_proj"))
+    assert ("layers.1.q_b_proj" in model.linear) == (q_lora_rank is not None)
+    assert all(isinstance(layer.experts, QuantizedExperts) for layer in model.moe.values())
+    ids, positions = torch.arange(20, device=model.device), torch.arange(20, device=model.device)
+    found, want = (m.logits(m.forward(ids, positions, naive.recompute)) for m in (model, decoded))
+    assert_close(found, want)
+
+
+def renamed(tensors):
+    """A lookup that finds DeepSeek's shared experts."""
+    return lambda name: tensors.get(name, tensors.get(name.replace(".shared_expert.", ".shared_experts.")))
 
 
 def test_experts_of_which_some_have_codes_are_refused(folder, tmp_path):

@@ -15,11 +15,11 @@ from lab.running_server import running_server
 TEXTS = ["The capital of France is", "1 2 3 4 5", "def f(x):", "Once upon a time"] * 8
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def model(request, tmp_path_factory):
     """(folder, what Transformers writes after each text)"""
-    folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
-    theirs, tokenizer = make_model("qwen3_moe", folder), Tokenizer(folder)
+    folder = tmp_path_factory.mktemp("models") / request.param
+    theirs, tokenizer = make_model(request.param, folder), Tokenizer(folder)
     theirs.generation_config.eos_token_id = None
     answers = {}
     for text in dict.fromkeys(TEXTS):

@@ -19,8 +19,9 @@ from engine.parallel.memory import kv_cache_memory
 from engine.quantization.kv_codes import KV_CACHE_DTYPES, block_bytes
 from engine.quantization.methods import METHODS
 from engine.request import SamplingParams
-from engine.serving.start import make_engine, warm_up
+from engine.serving.start import copies, make_engine, warm_up
 from engine.worker import assemble, cuda_graphs
+from support.latents import latent_model
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,13 @@ def test_a_cache_that_no_memory_holds_is_refused_at_once(tiny_load, flags, lower
     with pytest.raises(common.InputError, match=f"KV cache: .* GiB in blocks of .*; lower {lower}"):
         make_engine(EngineArgs(**{"max_model_len": 64, **flags}))
     assert time.perf_counter() - start < 5
+
+
+def test_what_ranks_keep_twice_is_counted(tiny_model):
+    """Two KV heads on two ranks are divided, on four copied; of latents there is one, on every rank."""
+    assert [copies(tiny_model.config, n) for n in (1, 2)] == ["", ""]
+    assert copies(tiny_model.config, 4) == ", 2 copies of each on 4 ranks (of 2 KV heads)"
+    assert copies(latent_model().config, 2) == ", 2 copies of each on 2 ranks (latents have no heads)"
 
 
 def make(**flags):

@@ -207,23 +207,6 @@ def decode_gathered(  # noqa: PLR0913  a query, a layer, and the three parts of 
     return o.view(b, Hkv, n, -1, D).transpose(1, 2).reshape(b * n, Hq, D)
 
 
-def decode_latent(  # noqa: PLR0913  what lesson 09's kernel takes
-    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, R: int, scale: float
-) -> torch.Tensor:
-    """What lesson 09's `mla_decode` computes: one KV head, whose value is the first R of its key. Planned at each call.
-
-    Shapes: q [B, H, W], cache [num_blocks, block_size, W], block_table [B, blocks], seq_lens [B] -> [B, H, R].
-    """
-    out, width = q.new_zeros(*q.shape[:2], R), q.shape[2]
-    for rows, source, dead, bias in gather_plan(block_table, seq_lens, (2, *cache.shape)):
-        # The plan is for keys and values, one half after the other; here they are one.
-        x = cache.flatten(1).index_select(0, source[: len(source) // 2]).view(-1, width)
-        x.index_fill_(0, dead[: len(dead) // 2], 0)
-        x = x.view(len(rows), 1, -1, width)  # [b, 1, S, W]
-        out[rows] = F.scaled_dot_product_attention(q[rows, None], x, x[..., :R], bias.to(q.dtype), scale=scale)[:, 0]
-    return out
-
-
 # --- In place -------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +305,64 @@ def decode_copied_keys(  # noqa: PLR0913  a query, a layer, and the four parts o
     p = softmax_with_sinks(s, sinks).to(values.dtype).flatten()
     o = F.embedding_bag(places, values, starts, mode="sum", per_sample_weights=p, include_last_offset=True)
     return o.view(-1, Hq, D)
+
+
+# --- Latents: one KV head, whose value is its key -------------------------------------------------------------------
+
+
+def plan_latents(
+    block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor, shape: Sequence[int]
+) -> Plan:
+    """For each group of sequences: (rows of q, blocks to gather, gathered slots to clear, bias to add to scores).
+
+    Sequences with few tokens go together if they have equally many; of the others, each is a group of its own. `shape`
+    is that of a layer's cache, [num_blocks, block_size, W]; the rest as in `plan_few`. Bias [b, 1, n, S].
+    """
+    last, together = list(itertools.accumulate(query_lens)), collections.defaultdict(list)
+    for b, n in enumerate(query_lens):
+        if n:
+            together[n, b if n > FEW_TOKENS else None].append(b)
+    plan = []
+    for (n, _), sequences in together.items():
+        rows = torch.tensor([row for b in sequences for row in range(last[b] - n, last[b])], device=seq_lens.device)
+        for queries, source, dead, bias in gather_plan(block_table[sequences], seq_lens[sequences], (2, *shape), n):
+            # That plan is for keys and values, one half after the other; here they are one.
+            plan.append((rows[queries], source[: len(source) // 2], dead[: len(dead) // 2], bias))
+    return plan
+
+
+def attend_latents(q: torch.Tensor, cache: torch.Tensor, plan: Plan, scale: float | None = None) -> torch.Tensor:
+    """Attention over what `plan_latents` gathers, q [T, H, W], cache [num_blocks, block_size, W] -> [T, H, W].
+
+    The value is the whole key: a few elements more than anybody asks for, but PyTorch's fused attention wants both
+    equally wide, and otherwise writes all scores down. A sequence in no group is empty, and gets 0.
+    """
+    H, W = q.shape[1:]
+    out = torch.zeros_like(q)
+    for rows, blocks, dead, bias in plan:
+        b, _, n, S = bias.shape
+        x = cache.flatten(1).index_select(0, blocks).view(-1, W)
+        x.index_fill_(0, dead, 0)  # they may hold anything
+        x, bias = x.view(b, 1, S, W), bias.to(q.dtype)
+        queries = q[rows].view(b, n, H, W)
+        if n > FEW_TOKENS:  # heads share the bias, which is as long as it is wide
+            x = x.expand(-1, H, -1, -1)
+            o = F.scaled_dot_product_attention(queries.transpose(1, 2), x, x, bias, scale=scale).transpose(1, 2)
+        else:  # heads take the place of queries: a key is read once for all of them
+            bias = bias.repeat_interleave(H, 2) if n > 1 else bias
+            o = F.scaled_dot_product_attention(queries.view(b, 1, n * H, W), x, x, bias, scale=scale)
+        out[rows] = o.reshape(b * n, H, W)
+    return out
+
+
+def decode_latent(  # noqa: PLR0913  what lesson 09's kernel takes
+    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, R: int, scale: float
+) -> torch.Tensor:
+    """What lesson 09's `mla_decode` computes: one KV head, whose value is the first R of its key. Planned at each call.
+
+    Shapes: q [B, H, W], cache [num_blocks, block_size, W], block_table [B, blocks], seq_lens [B] -> [B, H, R].
+    """
+    return attend_latents(q, cache, plan_latents(block_table, [1] * len(q), seq_lens, cache.shape), scale)[..., :R]
 
 
 # --- Prompts --------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ class KVConnectorBase:
     # -- the worker's half --
 
     def register_kv_caches(self, layers: list[torch.Tensor], model: Any) -> None:
-        """The memory: [2, num_blocks, block_size, Hkv, D] for each layer; `model` is what they belong to."""
+        """The memory: [2, num_blocks, block_size, Hkv, D] for each layer, and [1, …] of latents; `model` is what they
+        belong to."""
         self.layers, self.model = layers, model
         self.block_size = layers[0].shape[2]
         # A tensor-parallel rank holds some of the heads; all numbers on the wire are those of the whole model.
@@ -146,7 +147,7 @@ class KVConnectorBase:
     def write(self, blocks: Sequence[int], header: dict[str, Any], payload: torch.Tensor | None) -> bool:
         """A rectangle into our cache; False, and nothing is written, if its bytes are not those that were meant."""
         kv_cache = self.layers[header["layer"]]
-        shape = (2, header["count"], header["heads"], kv_cache.shape[4])
+        shape = (len(kv_cache), header["count"], header["heads"], kv_cache.shape[4])
         nbytes = kv_cache.element_size() * shape[0] * shape[1] * shape[2] * shape[3]
         if payload is None or payload.nbytes != nbytes or checksum(payload) != header["crc"]:
             return False

@@ -41,11 +41,16 @@ def weights_digest(model: Any) -> str:
         by_inputs = name.endswith(("o_proj", "down_proj"))  # so are they cut, and others by outputs
         copies = max(1, ranks // c.num_key_value_heads) if name.endswith("qkv_proj") else 1
         mine = slice(model.num_heads * c.head_dim if rank % copies else None)  # a neighbour counts the same KV head
+        if name.endswith("qkv_a_proj") and rank:  # latents are made on every rank: the first one counts
+            mine = slice(0 if c.mla.q_lora_rank else model.num_heads * c.mla.qk_head_dim)
         bias = 0 if layer.bias is None else total(layer.bias[mine])
         sums.append(total(matrix[::SAMPLE] if by_inputs else matrix[mine, ::SAMPLE]) + bias)
         grids.add(str(getattr(layer, "grid", None)))
+    for mla in model.mla.values():
+        sums += [total(norm) * (rank == 0) for norm in (mla.q_norm, mla.kv_norm) if norm is not None]
+        sums.append(total(mla.kv_b[:, ::SAMPLE]))  # by heads, and so by outputs
     for moe in model.moe.values():
-        gates = [moe.gate, *(() if moe.shared_gate is None else (moe.shared_gate,))]
+        gates = [gate for gate in (moe.gate, moe.correction, moe.shared_gate) if gate is not None]
         sums += [total(gate) * (rank == 0) for gate in gates]  # whole on every rank
         gate_up, down = moe.experts.matrices  # this rank's part
         sums += [total(gate_up[..., ::SAMPLE]), total(down[:, ::SAMPLE])]

@@ -14,7 +14,8 @@ import torch
 
 # A block is an affair of one engine: its size, its number, and which heads of it are here. So none of that is on the
 # wire. What is, is a rectangle of one layer: positions [first, first + count) × KV heads [head, head + heads), keys and
-# then values, [2, count, heads, D]. Either side translates with its own block table.
+# then values, [2, count, heads, D]. Either side translates with its own block table. Latents, key and value in one,
+# have one half: [1, count, 1, D].
 
 
 @common.kernel
@@ -39,10 +40,10 @@ def _move(  # noqa: PLR0913, what the kernel needs
     kv_cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor, first: int, head: int, to_cache: bool
 ) -> None:
     """One launch of the kernel, in either direction. Semantics: see `gather_kv`, `scatter_kv`. Shapes: as there."""
-    (_, _, size, Hkv, D), (_, count, heads, _) = kv_cache.shape, buffer.shape
+    (halves, _, size, Hkv, D), (_, count, heads, _) = kv_cache.shape, buffer.shape
     columns = triton.next_power_of_2(heads * D)
     tokens = max(1, 4096 // columns)
-    move_kv_kernel[(triton.cdiv(count, tokens), 2)](
+    move_kv_kernel[(triton.cdiv(count, tokens), halves)](
         kv_cache,
         blocks,
         buffer,
@@ -70,12 +71,12 @@ def gather_kv(  # noqa: PLR0913, a rectangle is five numbers
     Shapes: kv_cache [2, num_blocks, block_size, Hkv, D], blocks int64 [W] -> [2, count, heads, D].
     """
     if not common.runs_kernel(kv_cache):  # whole blocks, which are long rows, and then the part that was meant
-        (_, num_blocks, size, Hkv, D), last = kv_cache.shape, first + count
+        (halves, num_blocks, size, Hkv, D), last = kv_cache.shape, first + count
         used = blocks[first // size : -(-last // size)]
-        pages = kv_cache.flatten(0, 1).index_select(0, torch.cat((used, used + num_blocks)))
+        pages = kv_cache.flatten(0, 1).index_select(0, torch.cat([used + half * num_blocks for half in range(halves)]))
         skip = first - first // size * size
-        return pages.view(2, -1, Hkv, D)[:, skip : skip + count, head : head + heads]
-    out = torch.empty(2, count, heads, kv_cache.shape[4], dtype=kv_cache.dtype, device=kv_cache.device)
+        return pages.view(halves, -1, Hkv, D)[:, skip : skip + count, head : head + heads]
+    out = torch.empty(len(kv_cache), count, heads, kv_cache.shape[4], dtype=kv_cache.dtype, device=kv_cache.device)
     if count:
         _move(kv_cache, blocks, out, first, head, to_cache=False)
     return out

@@ -104,7 +104,7 @@ class StoreConnector(KVConnectorBase):
         if not self.layers_read:
             return
         kv_cache = self.layers[layer]
-        shape = (2, self.block_size, *kv_cache.shape[3:])
+        shape = (len(kv_cache), self.block_size, *kv_cache.shape[3:])
         for block, payload in self.layers_read[layer].result():
             if payload is None:
                 self.void.add(block)

@@ -160,7 +160,7 @@ class Llama:
             for name in ("q_a_layernorm", "kv_a_layernorm", "kv_b_proj")
         )
         assert kv_norm is not None and kv_b is not None
-        scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * mscale(c.rope_scaling)
+        scale = mla.qk_head_dim**-0.5 * mscale(c.rope_scaling)
         return MLALayer(mla, q_norm, kv_norm, kv_b, scale), found
 
     def _moe_layer(self, prefix: str, moe: MoEConfig, get: Callable[..., torch.Tensor]) -> MoELayer:

@@ -37,22 +37,22 @@ class MLAConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
-    def q_size(self) -> int:
-        """Columns of a token's query in front of its last projection: 0 where there is no latent of it."""
-        return self.q_lora_rank or 0
+    def qk_head_dim(self) -> int:
+        """N + P: of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def shapes(self, num_heads: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """A layer's weights under Transformers' names."""
-        R, N, P, V = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        queries = {"q_proj": (num_heads * (N + P), hidden_size)}
+        R, N, V = self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim
+        queries = {"q_proj": (num_heads * self.qk_head_dim, hidden_size)}
         if self.q_lora_rank:
             queries = {
                 "q_a_proj": (self.q_lora_rank, hidden_size),
                 "q_a_layernorm": (self.q_lora_rank,),
-                "q_b_proj": (num_heads * (N + P), self.q_lora_rank),
+                "q_b_proj": (num_heads * self.qk_head_dim, self.q_lora_rank),
             }
         return queries | {
-            "kv_a_proj_with_mqa": (R + P, hidden_size),
+            "kv_a_proj_with_mqa": (self.latent_size, hidden_size),
             "kv_a_layernorm": (R,),
             "kv_b_proj": (num_heads * (N + V), R),
             "o_proj": (hidden_size, num_heads * V),

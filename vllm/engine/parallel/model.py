@@ -20,6 +20,7 @@ from engine.model import folders, llama, weights
 from engine.model.config import LlamaConfig
 from engine.parallel.experts import local_experts, shared_by, with_local
 from engine.parallel.layers import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
@@ -46,6 +47,8 @@ class TensorParallelLlama(llama.Llama):
         self.embedding = VocabParallelEmbedding(self.embed_tokens, group)
         kinds: dict[str, Callable[[Any, GroupCoordinator], Callable[[torch.Tensor], torch.Tensor]]] = {
             "qkv_proj": QKVParallelLinear,
+            "qkv_a_proj": ColumnParallelLinear,
+            "q_b_proj": ColumnParallelLinear,
             "o_proj": RowParallelLinear,
             "gate_up_proj": MergedColumnParallelLinear,
             "down_proj": RowParallelLinear,

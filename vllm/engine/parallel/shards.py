@@ -17,6 +17,7 @@ from engine.distributed.group import GroupCoordinator
 from engine.experts.layer import MoELayer
 from engine.model import llama
 from engine.model.config import LlamaConfig
+from engine.model.mla import MLALayer
 from engine.parallel.layers import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -45,12 +46,15 @@ def shard_tensors(tensors: Tensors, config: LlamaConfig, group: GroupCoordinator
 
 
 def shard_tensor(name: str, tensor: torch.Tensor, config: LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
-    """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole."""
+    """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole, and
+    what makes latents, which every rank needs for its own heads."""
     rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
     if config.moe and config.moe.expert_parallel and ".experts." in name:
         return tensor  # a rank asks for its own alone
     heads = {
         "q_proj": config.num_attention_heads,
+        "q_b_proj": config.num_attention_heads,
+        "kv_b_proj": config.num_attention_heads,
         "k_proj": config.num_key_value_heads,
         "v_proj": config.num_key_value_heads,
     }
@@ -82,9 +86,13 @@ def model_tensors(model: llama.Llama) -> Tensors:
         if c.qk_norm:
             found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
             found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
+        if c.mla:
+            found |= latent_tensors(model.mla[i], f"{p}.self_attn")
         shared = c.moe.shared_intermediate_size if c.moe else 0
         for packed, block, parts, rows in (
             ("qkv_proj", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
+            ("qkv_a_proj", "self_attn", *parts_of_latents(c)),
+            ("q_b_proj", "self_attn", ("q_b_proj",), (c.num_attention_heads * (c.mla.qk_head_dim if c.mla else 0),)),
             ("o_proj", "self_attn", ("o_proj",), (c.hidden_size,)),
             ("gate_up_proj", "mlp", ("gate_proj", "up_proj"), (I, I)),
             ("down_proj", "mlp", ("down_proj",), (c.hidden_size,)),
@@ -102,10 +110,27 @@ def model_tensors(model: llama.Llama) -> Tensors:
     return found.get
 
 
+def parts_of_latents(config: LlamaConfig) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """What lies in `qkv_a_proj`, and how many rows of each; nothing without latents."""
+    if config.mla is None:
+        return (), ()
+    shapes = config.mla.shapes(config.num_attention_heads, config.hidden_size)
+    names = ("q_a_proj" if config.mla.q_lora_rank else "q_proj", "kv_a_proj_with_mqa")
+    return names, tuple(shapes[name][0] for name in names)
+
+
+def latent_tensors(layer: MLALayer, prefix: str) -> dict[str, torch.Tensor]:
+    """The weights of a layer that are no matrix of `model.linear`."""
+    found = {"q_a_layernorm": layer.q_norm, "kv_a_layernorm": layer.kv_norm, "kv_b_proj": layer.kv_b}
+    return {f"{prefix}.{name}.weight": tensor for name, tensor in found.items() if tensor is not None}
+
+
 def expert_tensors(layer: MoELayer, prefix: str) -> dict[str, torch.Tensor]:
     """The weights of a whole layer of experts under Qwen's names: views into its stacks."""
     experts: Any = layer.experts  # floats: nobody cuts a model in memory that has codes
     found = {f"{prefix}.gate.weight": layer.gate}
+    if layer.correction is not None:
+        found[f"{prefix}.gate.e_score_correction_bias"] = layer.correction
     if layer.shared_gate is not None:
         found[f"{prefix}.shared_expert_gate.weight"] = layer.shared_gate
     for i, expert in enumerate(experts.held):

@@ -261,7 +261,7 @@ def skeleton(config: LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) 
     deepest = dataclasses.replace(config, num_hidden_layers=max(end - start for start, end in stages))
     n, model = parallel.tensor_parallel_size, object.__new__(Skeleton)
     model.config, model.dtype, model.device, model.linear = deepest, dtype, torch.device("cpu"), {}
-    model.moe = {}
+    model.moe, model.mla = {}, {}
     model.whole_config = config
     model.num_heads, model.num_kv_heads = config.num_attention_heads // n, max(1, config.num_key_value_heads // n)
     return model
@@ -273,6 +273,6 @@ def parameters_held(model: llama.Llama) -> int:
     layers: dict[str, Any] = model.linear
     for layer in layers.values():
         tensors += [layer.weight, layer.bias]
-    for moe in model.moe.values():
-        tensors += moe.tensors
+    for part in (*model.moe.values(), *model.mla.values()):
+        tensors += part.tensors
     return sum({t.data_ptr(): t.numel() for t in tensors if t is not None}.values())

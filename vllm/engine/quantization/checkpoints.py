@@ -21,6 +21,7 @@ import torch
 from engine.experts.layer import MoELayer
 from engine.model import folders, llama, weights
 from engine.model.config import LlamaConfig
+from engine.model.mla import MLAConfig
 from engine.quantization.experts import QuantizedExperts
 from engine.quantization.formats import FORMATS, Format, Quantized, concatenate
 from engine.quantization.linear import QuantizedLinear
@@ -63,6 +64,8 @@ def unpack_int32(packed: torch.Tensor, order: Sequence[int] | None = None, bits:
 PARTS = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o_proj": ("self_attn.o_proj",),
+    "qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "q_b_proj": ("self_attn.q_b_proj",),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "down_proj": ("mlp.down_proj",),
     "shared_gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -70,10 +73,11 @@ PARTS = {
 }
 
 
-def packed_modules(name: str) -> list[str]:
+def packed_modules(name: str, mla: MLAConfig | None = None) -> list[str]:
     """Transformers' names of the parts of a packed layer: layers.0.qkv_proj -> layers.0.self_attn.q_proj, …"""
     prefix, _, last = name.rpartition(".")
-    return [f"{prefix}.{part}" for part in PARTS.get(last, ())]
+    parts = [f"{prefix}.{part}" for part in PARTS.get(last, ())]
+    return parts if mla is None or mla.q_lora_rank else [part.replace("q_a_proj", "q_proj") for part in parts]
 
 
 Lookup = Callable[[str], torch.Tensor | None]  # a tensor by its name, or None
@@ -116,7 +120,8 @@ def checkpoint_tensors(folder: Path, get: Lookup) -> tuple[Lookup, dict[str, Qua
 
     def lookup(name: str) -> torch.Tensor | None:
         plain = get(name)
-        if not name.endswith("_proj.weight") or (plain is not None and plain.dtype.itemsize > 1):
+        floats = plain is not None and plain.dtype.itemsize > 1
+        if floats or not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             return plain  # a layer that was left as it is
         prefix = name.removesuffix(".weight")
         if plain is not None:
@@ -210,7 +215,7 @@ def on_codes(model: llama.Llama, codes: dict[str, Quantized]) -> llama.Llama:
     quantized = copy.copy(model)
     quantized.linear = dict(model.linear)
     for name, layer in model.linear.items():
-        names = [f"model.{part}" for part in packed_modules(name)]
+        names = [f"model.{part}" for part in packed_modules(name, model.config.mla)]
         if names and codes.keys() >= set(names):
             layer = cast(llama.Linear, layer)  # codes are for what is a matrix of floats so far
             together = concatenate([codes[part] for part in names]).to(layer.weight.device)

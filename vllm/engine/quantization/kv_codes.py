@@ -259,7 +259,8 @@ def bits_per_element(kv_cache_dtype: str, D: int, block_size: int) -> float:
 
 def block_bytes(model: llama.Llama, block_size: int, kv_cache_dtype: str) -> int:
     """Bytes of one block: keys and values of all layers, with all that scales them. Raises InputError."""
-    elements = 2 * model.config.num_hidden_layers * block_size * model.num_kv_heads * model.config.head_dim
+    halves = 1 if model.config.mla else 2  # a latent is key and value in one
+    elements = halves * model.config.num_hidden_layers * block_size * model.num_kv_heads * model.config.head_dim
     if kv_cache_dtype == "auto":
         return elements * model.dtype.itemsize
     return round(elements * bits_per_element(kv_cache_dtype, model.config.head_dim, block_size)) // 8

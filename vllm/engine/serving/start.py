@@ -17,6 +17,7 @@ from collections.abc import Callable
 from engine.engine_args import AUTO, EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.model.loader import find_dtype
 from engine.model.tokenizer import read_tokenizer
 from engine.parallel.memory import kv_cache_memory, total_memory
@@ -91,7 +92,8 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     stage(
         "kv cache",
         f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens "
-        f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})",
+        f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})"
+        + copies(model.config, args.tensor_parallel_size),
     )
 
     for name, path in args.adapters.items():
@@ -107,6 +109,14 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
         engine.sleeper = RemoteSleeper(workers.executor)
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
     return engine
+
+
+def copies(config: LlamaConfig, ranks: int) -> str:
+    """How many ranks keep the same bytes: heads are divided, and of fewer heads than ranks, as of latents, each is
+    copied."""
+    kept = max(1, ranks // config.num_key_value_heads)
+    what = "latents have no heads" if config.mla else f"of {config.num_key_value_heads} KV heads"
+    return f", {kept} copies of each on {ranks} ranks ({what})" if kept > 1 else ""
 
 
 def warm_up(engine: LLMEngine) -> None:

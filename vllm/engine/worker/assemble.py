@@ -11,6 +11,7 @@ import common
 from typing import Any
 
 from engine import plugs, registry
+from engine.attention.latent import LatentAttention
 from engine.attention.windowed import WindowedAttention
 from engine.config import SchedulerConfig, VllmConfig, check_model_len
 from engine.lora.layers import AppliedAdapters, adapted_model
@@ -83,6 +84,8 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
 
 def attention_of(model: LlamaConfig, config: VllmConfig) -> AttentionBackend:
     """The backend for what this model's layers see. Raises InputError for one that does not know it."""
+    if model.mla and "attention" not in config.plug:
+        return LatentAttention()
     if not model.sliding_windows:
         return find_attention(config)
     for name, used in (

@@ -37,7 +37,7 @@ class Tape(TorchDispatchMode):
     between `capture_begin` and `capture_end`, with the tensors they were given; `replay` runs them on the same memory.
 
     Like a graph it knows addresses and no Python, so what would break a graph breaks a tape. Views are not recorded:
-    they launch nothing.
+    they launch nothing. (`flatten` and `reshape` copy what is no view, and then they are recorded.)
 
     Raises RuntimeError where a library packs a matrix while it records. `replay` would pack it anew and copy its bytes
     to the first one's address; but MKL aligns what it packs within its memory, so at another address the same bytes are
@@ -74,7 +74,7 @@ class Tape(TorchDispatchMode):
                 f"{func.name()} packs a matrix while a tape records, and a replay cannot write packed bytes anew: "
                 "call the layer once before it is recorded"
             )
-        if not func.is_view and func.name() not in ALLOCATIONS:
+        if not (func.is_view and share_memory(args[0], out)) and func.name() not in ALLOCATIONS:
             self.tape.append((func, args, kwargs or {}, out))
         return out
 
@@ -89,6 +89,11 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(recorded), tree_leaves(result)):
                 if old is not new:
                     old.copy_(new)  # to the address that later operations were recorded with
+
+
+def share_memory(x: torch.Tensor, views: Any) -> bool:
+    """Whether what was made of `x`, a tensor or several, lies where `x` lies."""
+    return tree_leaves(views)[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::detach"}  # no kernel
@@ -212,7 +217,8 @@ class CapturedModel:
             attend = self.plan(meta)  # of this step, for T tokens, without padding
             for graph, layer in zip(step.graphs, step.attention):
                 graph.replay()
-                self.attended[:T].copy_(attend(layer, q, k, v))
+                out = attend(layer, q, k, v)  # of latents, no more than what counts
+                self.attended[:T, :, : out.shape[2]].copy_(out)
         step.graphs[-1].replay()
         return self.output[:T]
 
