@@ -52,7 +52,7 @@ FILES = {
     "lessons/test_07_spec_decode": "",
     "engine/spec_decode/test_trained": "",
     "lessons/test_09_gqa": "",
-    "lab/test_hybrid_kv_cache": "",
+    "engine/core/test_hybrid_kv_cache": "",
     "lessons/test_10_chunked_prefill": "not in_chunks and not as_many_chunks",
     "lessons/test_11_preemption": "kernel or swap_blocks",
     "lessons/test_08_disagg": "kernel or hand_over or blocks_to_wire",

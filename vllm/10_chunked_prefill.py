@@ -289,7 +289,7 @@ def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if SINKS:  # a score of each head that is there before any key, and has no value
         l = tl.full([BLOCK_M], 1.0, tl.float32)
-        m = tl.load(sinks + head, mask=r < BLOCK_Q * G, other=0.0).to(tl.float32) * 1.4426950408889634  # log2 e
+        m = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634  # log2 e
 
     position = context + t
     begin = 0

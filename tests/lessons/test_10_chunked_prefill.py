@@ -108,7 +108,7 @@ def windowed_batch(work, Hq, Hkv, D, block_size, dtype, guarded, window, null):
 
 def check_windows(work, Hq, Hkv, D, block_size, dtype, guarded, window, has_sinks, null):
     tensors, longest = windowed_batch(work, Hq, Hkv, D, block_size, dtype, guarded, window, null)
-    sinks = guarded(torch.randn(Hq).to(dtype)) if has_sinks else None
+    sinks = guarded((4 + torch.randn(Hq)).to(dtype)) if has_sinks else None  # about as heavy as all keys together
     out = lesson.unified_attention(*tensors, longest, window, sinks)
     q, cache, *rest = tensors
     reference = lesson.mixed_attention_reference(q, cache.nan_to_num(), *rest, window, sinks)
@@ -131,8 +131,24 @@ def test_kernel_with_a_window(window, has_sinks, guarded, kernels):
     check_windows(work, 6, 2, 16, 8, torch.float32, guarded, window, has_sinks, null=float("nan"))
 
 
-def test_kernel_with_a_window_in_16_bits(half, guarded, kernels):
-    check_windows([(1, 33), (40, 80)], 6, 2, 16, 8, half, guarded, 9, True, null=float("nan"))
+@pytest.mark.parametrize(("Hkv", "has_sinks"), [(2, True), (6, False)])
+def test_kernel_with_a_window_in_16_bits(Hkv, has_sinks, half, guarded, kernels):
+    """A tile of 128 queries, the last of which see none of the first 64 keys."""
+    check_windows([(1, 33), (100, 140)], 6, Hkv, 16, 8, half, guarded, 9, has_sinks, null=float("nan"))
+
+
+def test_kernel_reads_no_keys_in_front_of_a_tiles_windows(guarded, device, kernels):
+    """Values there are NaN, as above."""
+    n, S, window = 40, 64, 9
+    (q, cache, table, *rest), longest = make_batch([(n, S)], 2, 1, 16, 16, torch.float32, guarded)
+    ref = lesson.mixed_attention_reference(q, cache, table, *rest, window)
+    block_q = lesson.choose_tiles(torch.float32, 16, 2, n)[0] // 2
+    for first in range(0, n, block_q):
+        earlier = torch.arange(0, max(0, S - n + first - window + 1), device=device)
+        values = cache.clone()
+        values[1, table[0, earlier // 16].long(), earlier % 16] = float("nan")
+        out = lesson.unified_attention(q, values, table, *rest, longest, window)
+        assert_close(out[first : first + block_q].cpu(), ref[first : first + block_q])
 
 
 def test_kernel_with_16_bits_as_they_are(half, guarded, kernels):

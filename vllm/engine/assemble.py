@@ -12,6 +12,7 @@ from engine.attention.latent import check_latents
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore, check_pool
 from engine.core.scheduler import make_scheduler
+from engine.kv_cache_interface import groups_of
 from engine.kv_transfer.connectors import make_connector
 from engine.lora.manager import LoRAModelManager
 from engine.model import llama
@@ -49,6 +50,7 @@ def make_core(  # noqa: PLR0913  one for each thing that others made
         block_size,
         enable_prefix_caching,
         config.plug,
+        groups_of(getattr(model, "whole_config", model.config), config, block_size),
         connector=remote or local,
         drafts=config.speculative_config,
         adapters=lora,

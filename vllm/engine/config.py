@@ -82,6 +82,7 @@ class VllmConfig:
 
     attention_backend: str = "unified"
     kv_cache_dtype: str = "auto"  # as the model computes, or one of fewer bits
+    hybrid_kv_cache: bool = False  # a block table for each group of layers that keep the same
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # plan a step while another one runs
     speculative_config: SpeculativeConfig | None = None

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import common
 
+import bisect
 import copy
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from engine.choices import (
     TOOL_CALL_PARSERS,
 )
 from engine.config import LOWEST, SchedulerConfig, VllmConfig, check_model_len, check_numbers
+from engine.kv_cache_interface import KVCacheGroup, max_blocks
 from engine.kv_transfer.config import KVTransferConfig
 from engine.lora.config import LoRAConfig
 from engine.model import folders
@@ -303,9 +306,18 @@ class EngineArgs:
         assert isinstance(self.max_model_len, int) and self.max_model_len != AUTO
         return self.max_model_len
 
-    def shorten(self, num_blocks: int) -> None:
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Of one request, of arguments that are filled in: planned, and not known to be computed."""
+        return (self.max_num_batched_tokens or 0) * (1 + self.async_scheduling)
+
+    def shorten(self, num_blocks: int, groups: Sequence[KVCacheGroup] = ()) -> None:
         """A context that was AUTO, and is filled in, to what so many blocks hold. Raises InputError for less than 2."""
-        if (fitting := min(self.context, num_blocks * self.block_size)) < 2:
+
+        def takes(num_tokens: int) -> int:
+            return max_blocks(groups, self.block_size, num_tokens, self.max_in_flight_tokens)
+
+        if (fitting := bisect.bisect(range(self.context + 1), num_blocks, key=takes) - 1) < 2:
             raise common.InputError("max_model_len auto: the KV cache holds no block; give it more memory")
         self.max_model_len = fitting
 
@@ -328,10 +340,16 @@ class EngineArgs:
         )
 
     def vllm_config(self, workers: Any = None) -> VllmConfig:
-        """What an engine with these arguments has. Raises InputError."""
+        """What an engine with these arguments has. Raises InputError.
+
+        One table for all layers, as in vLLM, where somebody else counts on it: who sends blocks away or lives in them,
+        or has only some of the layers.
+        """
+        one_table = self.enable_lora or self.kv_transfer or self.pipeline_parallel_size > 1 or "scheduler" in self.plug
         return VllmConfig(
             attention_backend=self.attention_backend,
             kv_cache_dtype=self.kv_cache_dtype,
+            hybrid_kv_cache=not one_table,
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             speculative_config=self.speculation,

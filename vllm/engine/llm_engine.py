@@ -15,6 +15,7 @@ from engine.assemble import make_core
 from engine.config import VllmConfig
 from engine.engine_args import AUTO, EngineArgs
 from engine.front_end import FrontEnd, Prompt, RequestOutput
+from engine.kv_cache_interface import groups_of, max_blocks
 from engine.lora.config import LoRARequest
 from engine.lora.manager import LoRAModelManager
 from engine.model import llama
@@ -47,12 +48,14 @@ class LLMEngine(FrontEnd):
         args = args or EngineArgs.of_llm(**named)
         auto, args = args.max_model_len == AUTO, args.filled_in("LLM", model.config)
         config, num_blocks = config or args.vllm_config(), args.num_gpu_blocks_override
-        fitting = args.kv_cache_bytes // block_bytes(model, args.block_size, config.kv_cache_dtype)
+        groups = groups_of(getattr(model, "whole_config", model.config), config, args.block_size)
+        fitting = args.kv_cache_bytes // block_bytes(model, args.block_size, config.kv_cache_dtype, groups)
         if auto:
-            args.shorten(num_blocks - 1 if num_blocks else fitting)
+            args.shorten(num_blocks - 1 if num_blocks else fitting, groups)
         limits = args.scheduler_config()
         if num_blocks is None:
-            num_blocks = 1 + max(fitting, -(-limits.max_model_len // args.block_size))
+            in_flight = args.max_in_flight_tokens
+            num_blocks = 1 + max(fitting, max_blocks(groups, args.block_size, limits.max_model_len, in_flight))
         self.model, self.config = model, config
         self.about: dict[str, Any] = {}  # what a start has found out
         self.sleeper: Any = None  # with --enable-sleep-mode: what puts weights and cache away, here or on workers

@@ -38,7 +38,9 @@ from hypothesis.stateful import (
 from engine.assemble import make_core
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
+from engine.core.hybrid_kv_cache import NULL_BLOCK, HybridKVCacheManager, SlidingWindowManager
 from engine.core.scheduler import Scheduler, make_scheduler
+from engine.kv_cache_interface import groups_of, max_blocks
 from engine.kv_transfer.base import KVConnectorBase
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.store import KVStore
@@ -96,12 +98,18 @@ def adapter(seed: int) -> LoRAModel:
 
 
 @functools.cache
-def model_of(seed: int | None) -> llama.Llama:
-    return MODEL if seed is None else merged(MODEL, adapter(seed))
+def model_of(seed: int | None, windows: tuple = ()) -> llama.Llama:
+    """With an adapter in it, and with `windows` of its layers."""
+    model = copy.copy(MODEL if seed is None else merged(MODEL, adapter(seed)))
+    model.config = dataclasses.replace(model.config, sliding_windows=windows)
+    return model
 
 
-def recompute_in(kv_cache_dtype: str):
-    """`attend` without a cache, but with keys and values as such a cache gives them back."""
+def recompute_in(kv_cache_dtype: str, windows: tuple = ()):
+    """`attend` without a cache, but with keys and values as such a cache gives them back, in windows if there are
+    any."""
+    if windows:
+        return functools.partial(recompute_in_windows, windows)
     if kv_cache_dtype == "auto":
         return naive.recompute
 
@@ -112,10 +120,20 @@ def recompute_in(kv_cache_dtype: str):
     return lambda layer, q, k, v: naive.recompute(layer, q, through(k), through(v))
 
 
+def recompute_in_windows(windows, layer, q, k, v):
+    """A query at t sees the keys s with t − window < s ≤ t."""
+    t = torch.arange(len(q))
+    seen = (t <= t[:, None]) & (t > t[:, None] - (windows[layer] or len(q)))
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(0, 1)
+
+
 @functools.cache
-def alone(prompt: tuple[int, ...], wish: int, seed: int | None, kv_cache_dtype: str) -> tuple[list[int], list[dict]]:
+def alone(
+    prompt: tuple[int, ...], wish: int, seed: int | None, kv_cache_dtype: str, windows: tuple = ()
+) -> tuple[list[int], list[dict]]:
     """`MOST` tokens, and their log probabilities: the whole sequence through the model for each, without an engine."""
-    model, attend, logprobs = model_of(seed), recompute_in(kv_cache_dtype), []
+    model, attend, logprobs = model_of(seed, windows), recompute_in(kv_cache_dtype, windows), []
     params = SamplingParams(**WISHES[wish])
     request = Request("alone", list(prompt), params)
     state, sampler = SamplingState(request, params.seed or 0), Sampler()
@@ -129,15 +147,15 @@ def alone(prompt: tuple[int, ...], wish: int, seed: int | None, kv_cache_dtype: 
 
 
 @functools.cache
-def keys_and_values(prompt: tuple[int, ...], seed: int | None) -> list[torch.Tensor]:
+def keys_and_values(prompt: tuple[int, ...], seed: int | None, windows: tuple = ()) -> list[torch.Tensor]:
     """Of each layer, [2, T, Hkv, D]: what a prefill engine would send."""
-    found = []
+    found, attend = [], recompute_in("auto", windows)
 
     def listening(layer, q, k, v):
         found.append(torch.stack((k, v)))
-        return naive.recompute(layer, q, k, v)
+        return attend(layer, q, k, v)
 
-    model_of(seed).forward(torch.tensor(prompt), torch.arange(len(prompt)), listening)
+    model_of(seed, windows).forward(torch.tensor(prompt), torch.arange(len(prompt)), listening)
     return found
 
 
@@ -174,6 +192,7 @@ class Elsewhere(KVConnectorBase):
     """Another engine has the keys and values of some prompts, and wants those of others; both take some steps."""
 
     fetches_later = True
+    windows: tuple = ()  # of the model
 
     def __init__(self, policy: str) -> None:
         super().__init__(KVTransferConfig("TCPConnector", "kv_both", kv_load_failure_policy=policy))
@@ -225,7 +244,7 @@ class Elsewhere(KVConnectorBase):
                     blocks[max(first, end) // self.block_size : -(-len(prompt) // self.block_size)]
                 )
             for p in range(first, end):
-                for layer, kv in zip(self.layers, keys_and_values(prompt, seed)):
+                for layer, kv in zip(self.layers, keys_and_values(prompt, seed, self.windows)):
                     layer[:, blocks[p // self.block_size], p % self.block_size] = kv[:, p]
         for name, (steps, blocks) in list(self.read.items()):
             self.read[name] = steps - 1, blocks
@@ -260,17 +279,33 @@ class Turns:
                 return
 
 
-def core_of(limits, num_blocks, block_size, caching=False, config=None, connector=None, lora=None) -> EngineCore:
+def core_of(
+    limits, num_blocks, block_size, caching=False, config=None, connector=None, lora=None, model=MODEL
+) -> EngineCore:
     """An engine core whose model runs here; `config` has its drafts."""
     config = config or VllmConfig()
     scheduler = make_scheduler(
-        limits, num_blocks, block_size, caching, connector=connector, drafts=config.speculative_config, adapters=lora
-    )
+        limits, num_blocks, block_size, caching, kv_cache_groups=groups_of(model.config, config, block_size),
+        connector=connector, drafts=config.speculative_config, adapters=lora,
+    )  # fmt: skip
     if lora:
         lora.block_pool = scheduler.kv_cache_manager.block_pool
     return EngineCore(
-        scheduler, make_runner(MODEL, limits, num_blocks, block_size, config, lora=lora, connector=connector)
+        scheduler, make_runner(model, limits, num_blocks, block_size, config, lora=lora, connector=connector)
     )
+
+
+def tables_of(manager, name: str) -> list[list[int]]:
+    """A request's block tables, one for each group of layers."""
+    tables = manager.get_block_ids(name)
+    return tables if isinstance(manager, HybridKVCacheManager) else [tables]
+
+
+def indexed_of(manager) -> dict[str, int]:
+    """Leading blocks of each request's tables that need not be indexed any more."""
+    if not isinstance(manager, HybridKVCacheManager):
+        return manager.num_cached_block
+    return {name: n for each in manager.managers for name, n in each.num_cached_block.items()}
 
 
 def load_adapter(lora: LoRAModelManager, name: str, source) -> None:
@@ -330,21 +365,26 @@ class Combinations(RuleBasedStateMachine):
             scheduler_reserve_full_isl=rng.choice([True, False]),
             watermark=rng.choice([0.0, 0.0, 0.2]),
         )
-        num_blocks = -(-self.max_model_len // self.block_size) + 1 + rng.choice([0, 0, 1, 2, 4, 9])
         kind, self.ahead = self.KIND, self.KIND == "ahead"
         # Some do not go together, and the engine's arguments say so.
         self.kv_cache_dtype = rng.choice(["auto", "auto" if kind in ("store", "elsewhere") else INT8])
         self.answers: dict[str, list[int]] = {}
         drafts, drafter = self.draw_drafts(rng)
+        self.windows = () if self.kv_cache_dtype == INT8 else rng.choice([(), (5, None), (3, 9), (4, 4)])
         self.draw_adapters(rng, kind)
+        self.model = model_of(None, self.windows)
         self.folder = Path(tempfile.gettempdir()) / f"blocks-{os.getpid()}-{next(STORES)}" if kind == "store" else None
         self.connector = self.make_connector(rng, kind)
         config = VllmConfig(
             kv_cache_dtype=self.kv_cache_dtype, enforce_eager=True, async_scheduling=self.ahead,
-            speculative_config=drafts, lora_config=self.lora and self.lora.config,
-            plug={"drafter": drafter} if drafts else {},
+            hybrid_kv_cache=not (self.lora or self.connector), speculative_config=drafts,
+            lora_config=self.lora and self.lora.config, plug={"drafter": drafter} if drafts else {},
         )  # fmt: skip
         caching = rng.choice([True, False])
+        self.groups = groups_of(self.model.config, config, self.block_size)
+        self.in_flight = self.limits.max_num_batched_tokens * (1 + self.ahead)
+        num_blocks = 1 + max_blocks(self.groups, self.block_size, self.max_model_len, self.in_flight)
+        num_blocks += rng.choice([0, 0, 1, 2, 4, 9])
         self.core = (self.make_ahead if self.ahead else self.make_here)(num_blocks, config, caching)
         self.scheduler = self.core.scheduler
         self.manager, self.pool = self.scheduler.kv_cache_manager, self.scheduler.kv_cache_manager.block_pool
@@ -352,7 +392,7 @@ class Combinations(RuleBasedStateMachine):
         self.ended: list[Sent] = []
         self.arrivals = itertools.count()
         note(f"{self.limits}, {num_blocks} blocks of {self.block_size}, prefix cache {caching}")
-        note(f"{config}, {self.connector and self.connector.config}")
+        note(f"{config}, {self.connector and self.connector.config}, windows {self.windows}")
         for i in range(3 if self.lora else 0):
             self.load(i, 0)
         for _ in range(rng.randint(2, 7)):
@@ -382,7 +422,7 @@ class Combinations(RuleBasedStateMachine):
         self.versions: dict[str, int] = {}  # of known adapters, their seeds
         self.spoiled: set[str] = set()
         self.unread: set[str] = set()  # that could not be read, some time
-        if kind == "store" or rng.random() < 0.3:
+        if kind == "store" or rng.random() < (0.6 if self.windows else 0.3):
             return
         max_loras = rng.randint(1, 2)
         unified = self.kv_cache_dtype == "auto" and not self.ahead and self.block_size > 2 and rng.choice([True, False])
@@ -396,14 +436,17 @@ class Combinations(RuleBasedStateMachine):
             return None
         policy = rng.choice(["recompute", "recompute", "fail"])
         if kind == "elsewhere":
-            return Elsewhere(policy)
+            elsewhere = Elsewhere(policy)
+            elsewhere.windows = self.windows
+            return elsewhere
         sizes = rng.choice([(1 << 24, 0), (1 << 14, 1 << 24), (1 << 14, 0)])
         extra = dict(zip(("folder", "cpu_bytes", "disk_bytes"), (str(self.folder), *sizes)))
         return StoreConnector(KVTransferConfig("StoreConnector", "kv_both", "", 0, policy, extra))
 
     def make_here(self, num_blocks, config, caching):
         sizes = num_blocks, self.block_size, caching
-        core = core_of(self.limits, *sizes, config=config, connector=self.connector, lora=self.lora)
+        about = {"connector": self.connector, "lora": self.lora, "model": self.model}
+        core = core_of(self.limits, *sizes, config=config, **about)
         self.runner = core.runner
         return core
 
@@ -411,10 +454,10 @@ class Combinations(RuleBasedStateMachine):
         """The worker runs a step as soon as it is sent, on this thread; it is heard of when the next one is planned."""
         executor, parallel = UniProcExecutor(), ParallelConfig(async_scheduling=True)
         worker = executor.worker
-        worker.spec, worker.model = WorkerSpec(None, parallel, MODEL.dtype, config), copy.copy(MODEL)
-        worker.model.whole_config = MODEL.config
+        worker.spec, worker.model = WorkerSpec(None, parallel, MODEL.dtype, config), copy.copy(self.model)
+        worker.model.whole_config = self.model.config
         worker.set_groups(*make_groups(None, parallel))
-        workers = Workers(executor, parallel, skeleton(MODEL.config, parallel, MODEL.dtype))
+        workers = Workers(executor, parallel, skeleton(self.model.config, parallel, MODEL.dtype))
         config = dataclasses.replace(config, workers=workers)
         core = make_core(
             workers.model, self.limits, num_blocks, self.block_size, config, enable_prefix_caching=caching,
@@ -451,7 +494,7 @@ class Combinations(RuleBasedStateMachine):
         owner = owner or rng.choice([None, *known])
         prompt, wish = self.prompt(rng, owner), rng.randint(0, len(WISHES) - 1)
         most = rng.choice([1, 4, MOST, MOST])
-        tokens, logprobs = alone(tuple(prompt), wish, self.versions.get(owner), self.kv_cache_dtype)
+        tokens, logprobs = alone(tuple(prompt), wish, self.versions.get(owner), self.kv_cache_dtype, self.windows)
         self.answers[name] = [*prompt, *tokens]
         params = SamplingParams(
             max_tokens=most, skip_reading_prefix_cache=rng.choice([False] * 4 + [True]),
@@ -564,6 +607,7 @@ class Combinations(RuleBasedStateMachine):
         else:
             output = self.scheduler.schedule()
             self.check_plan(output)
+            self.poison()  # what a window has just left, too
             result = self.core.execute_model(output)
         if leaves:
             self.finish(leaves)
@@ -621,15 +665,19 @@ class Combinations(RuleBasedStateMachine):
         assert output.scheduled_spec_decode_tokens.keys() <= planned.keys()
         writers: dict[tuple[int, int], str] = {}
         for request in members:
-            table, end = self.manager.get_block_ids(request.request_id), request.num_computed_tokens
+            tables, end = tables_of(self.manager, request.request_id), request.num_computed_tokens
             drafts = output.scheduled_spec_decode_tokens.get(request.request_id, ())
             places = request.num_output_placeholders + request.num_draft_placeholders
-            assert end <= len(table) * self.block_size, "a token without a slot"
+            assert all(end <= len(table) * self.block_size for table in tables), "a token without a slot"
             assert end <= request.num_tokens + (places if self.ahead else len(drafts))
             assert self.ahead or request.num_output_tokens + len(drafts) < request.max_tokens
-            for p in range(end - planned[request.request_id], end):
-                slot = table[p // self.block_size], p % self.block_size
-                assert writers.setdefault(slot, request.request_id) == request.request_id, "two writers"
+            for table in tables:
+                for p in range(end - planned[request.request_id], end):
+                    slot = table[p // self.block_size], p % self.block_size
+                    assert writers.setdefault(slot, request.request_id) == request.request_id, "two writers"
+            for group, table in zip(self.groups, tables):
+                held = len(table) - table.count(NULL_BLOCK)
+                assert held <= group.spec.max_blocks(end, self.in_flight), "a block out of the window is held"
         if self.lora:
             used = {request.lora_name for request in members} - {None}
             assert len(used) <= self.lora.max_loras and used <= self.lora.slots.keys()
@@ -643,7 +691,9 @@ class Combinations(RuleBasedStateMachine):
             return
         scheduler, manager = self.scheduler, self.manager
         self.pool.check()
-        tables = [*manager.req_to_blocks.values(), *(self.lora.blocks.values() if self.lora else ())]
+        tables = [table for name in manager.req_to_blocks for table in tables_of(manager, name)]
+        tables = [[block for block in table if block != NULL_BLOCK] for table in tables]
+        tables += self.lora.blocks.values() if self.lora else ()
         assert all(len(set(table)) == len(table) for table in tables)
         owners = Counter(block for table in tables for block in table)
         assert [owners[block] for block in range(self.pool.num_blocks)] == self.pool.ref_count
@@ -656,7 +706,7 @@ class Combinations(RuleBasedStateMachine):
             ahead = request.num_output_placeholders + request.num_draft_placeholders
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens <= request.num_tokens + (ahead if self.ahead else -1)
-            indexed = manager.num_cached_block.get(request.request_id, 0) * self.block_size
+            indexed = indexed_of(manager).get(request.request_id, 0) * self.block_size
             assert indexed <= min(request.num_computed_tokens, request.num_tokens), "a block is indexed before its time"
             assert request.num_cached_tokens <= request.num_computed_tokens or request.num_preemptions
         for request in waiting:
@@ -700,7 +750,7 @@ class Combinations(RuleBasedStateMachine):
         owner = sent and sent.request.lora_name
         if owner and not (self.lora.knows(owner) and owner not in self.spoiled):
             return
-        tokens, logprobs = alone(tuple(prompt), 0, self.versions.get(owner), self.kv_cache_dtype)
+        tokens, logprobs = alone(tuple(prompt), 0, self.versions.get(owner), self.kv_cache_dtype, self.windows)
         request = Request(name, prompt, SamplingParams(max_tokens=2, **WISHES[0]), lora_name=owner,
                           cache_salt=sent and sent.request.cache_salt)  # fmt: skip
         self.answers[name] = [*prompt, *tokens]
@@ -712,7 +762,7 @@ class Combinations(RuleBasedStateMachine):
         last = {"last"} if self.ahead else set()  # it hears with its next step who has ended
         kept = (scheduler.requests, scheduler.running, scheduler.waiting, scheduler.received, scheduler.held,
                 scheduler.waiting_for_remote_kvs, scheduler.void, scheduler.broken, self.manager.req_to_blocks,
-                self.manager.num_cached_block)  # fmt: skip
+                indexed_of(self.manager))  # fmt: skip
         assert not any(map(len, kept))
         names = [runner.batch.rows, runner.states, runner.prompts.scored]
         if self.ahead:
@@ -789,6 +839,16 @@ BREAK = {  # a machine that notices, whose text, what stands there, and what sta
         FromElsewhere, Scheduler, "self.kv_cache_manager.free(self.held.pop(request_id))", "self.held.pop(request_id)"),
     "what was computed on nothing counts": (
         Store, Scheduler, "sampled_token_ids.pop(request.request_id, None)  # computed on nothing", "pass"),
+    "a window leaves a key too early": (
+        Combinations, SlidingWindowManager, "num_computed_tokens - self.sliding_window + 1)",
+        "num_computed_tokens - self.sliding_window + 2)"),
+    "a hit is a block short of its window": (
+        Combinations, SlidingWindowManager, "(self.sliding_window - 1) / self.block_size",
+        "(self.sliding_window - 2) / self.block_size - 1"),
+    "a window forgets that drafts may be taken back": (
+        Ahead, HybridKVCacheManager, "computed - request.num_draft_placeholders", "computed"),
+    "a window that is not left": (
+        Combinations, SlidingWindowManager, "return max(0, num_computed_tokens - self.sliding_window + 1)", "return 0"),
     "lost blocks stay in the index": (
         Store, Scheduler, "self.kv_cache_manager.evict_uncomputed(request, num_tokens)", "pass"),
 }  # fmt: skip

@@ -21,10 +21,10 @@ class AttentionMetadata:
     """What attention must know about a step of B sequences and T tokens (vLLM: `CommonAttentionMetadata`)."""
 
     positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]: where each token's keys and values go
+    slot_mapping: torch.Tensor  # int64 [T]: where each token's keys and values go; [T, G] in G groups of layers
     query_start_loc: torch.Tensor  # int64 [B + 1]: sequence b owns tokens [query_start_loc[b], query_start_loc[b + 1])
     seq_lens: torch.Tensor  # int32 [B]: context length after this step
-    block_table: torch.Tensor  # int32 [B, W], padded with the null block
+    block_table: torch.Tensor  # int32 [B, W], padded with the null block; [B, W, G]
     query_lens: list[int]  # on the host, so that nothing waits for the GPU
     max_seq_len: int
 

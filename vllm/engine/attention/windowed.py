@@ -61,17 +61,20 @@ class WindowedAttention:
     def plan(self, meta: AttentionMetadata, cache: Any) -> Attend:
         """K and V [T, Hkv, D] into the layer's slots first, then its queries to what its window shows of them."""
         longest, plans = max(meta.query_lens), {}
+        slots, tables = (meta.slot_mapping,), (meta.block_table,)
+        if meta.block_table.ndim == 3:  # a table for each group
+            slots, tables = meta.slot_mapping.T.contiguous(), meta.block_table.movedim(2, 0).contiguous()
         if not common.runs_kernel(cache.layers[0]):
             where = meta.query_lens, meta.seq_lens, cache.layers[0], cache.num_heads
-            for kind in set(cache.kinds):
-                plans[kind] = self.plan_torch(meta.block_table, *where, kind[1])
+            for group, window in set(cache.kinds):
+                plans[group, window] = self.plan_torch(tables[group], *where, window)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache, (group, window) = cache.layers[layer], cache.kinds[layer]
-            self.write(k, v, kv_cache, meta.slot_mapping)
+            self.write(k, v, kv_cache, slots[group])
             if plans:
                 return self.run_torch(plans[group, window], q, kv_cache)
-            table, lens = meta.block_table, meta.seq_lens
+            table, lens = tables[group], meta.seq_lens
             if longest == 1 and window is None:  # a long context is spread over the GPU
                 return self.paged_decode(q, kv_cache, table, lens, meta.max_seq_len)
             return self.unified(q, kv_cache, table, meta.query_start_loc, lens, longest, window)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from engine.core.scheduler import Scheduler
 from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from engine.request import Request, RequestStatus, prompt_length_error
+from engine.request import Request, RequestStatus, SamplingParams, prompt_length_error
 from engine.seams import Runner
 
 
@@ -33,7 +33,8 @@ class EngineCore:
         if error := prompt_length_error(request.num_prompt_tokens, self.scheduler.config.max_model_len):
             raise InputError(error)
         manager = self.scheduler.kv_cache_manager
-        needed, usable = -(-self.scheduler.num_slots(request) // manager.block_size), manager.block_pool.num_blocks - 1
+        needed = manager.get_num_blocks_to_allocate(request, self.scheduler.num_slots(request))
+        usable = manager.block_pool.num_blocks - 1
         if needed > usable:
             raise InputError(f"request {request.request_id!r} needs {needed} KV blocks, there are {usable}")
 
@@ -85,9 +86,9 @@ def check_pool(scheduler: Scheduler) -> None:
     """Raises InputError for a pool that cannot hold one sequence of `max_model_len`."""
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.config.max_model_len
     num_blocks = manager.block_pool.num_blocks
-    capacity = (num_blocks - 1) * manager.block_size
-    if capacity < max_model_len:
+    needed = 1 + manager.get_num_blocks_to_allocate(Request("longest", [0], SamplingParams()), max_model_len)
+    if num_blocks < needed:
         raise InputError(
-            f"num_blocks {num_blocks}: they hold {capacity} tokens, and must hold at least max_model_len "
-            f"({max_model_len})"
+            f"num_blocks {num_blocks}: must be at least {needed}, for one sequence of max_model_len ({max_model_len}) "
+            "and the block that is nobody's"
         )

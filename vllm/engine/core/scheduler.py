@@ -11,15 +11,17 @@ from common import InputError
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine import plugs
 from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
+from engine.core.hybrid_kv_cache import HybridKVCacheManager
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FairRequestQueue, FCFSRequestQueue, PriorityRequestQueue
 from engine.core.stats import SpecDecodingStats
+from engine.kv_cache_interface import KVCacheGroup
 from engine.output import EngineCoreOutput, KVConnectorOutput, SchedulerOutput
 from engine.request import NO_TOKEN, NO_TOKEN_ID, Request, RequestStatus, check_stop
 from engine.seams import Adapters, DraftPlan, SchedulerConnector
@@ -327,8 +329,8 @@ class Scheduler:
                 num_tokens = num_cached_tokens + num_new_tokens
             needed = manager.get_num_blocks_to_allocate(request, num_tokens, computed_blocks)
             watermark = self.watermark_blocks if self.running else 0
-            if needed + watermark <= manager.block_pool.num_free_blocks:
-                manager.allocate_slots(request, num_new_tokens, computed_blocks)
+            fits = needed + watermark <= manager.block_pool.num_free_blocks
+            if fits and manager.allocate_slots(request, num_new_tokens, computed_blocks) is not None:
                 if request.num_preemptions == 0:  # later it finds its own blocks, which were no cached prompt
                     request.num_cached_tokens, request.num_external_computed_tokens = num_cached_tokens, num_external
                 if self.connector and num_external:
@@ -680,17 +682,27 @@ def one_by_one(output: EngineCoreOutput) -> list[EngineCoreOutput]:
     return [*parts, EngineCoreOutput(output.request_id, last, output.finish_reason, output.stop_reason)]
 
 
-def make_scheduler(
+def make_scheduler(  # noqa: PLR0913  one for each thing that decides about blocks
     config: SchedulerConfig,
     num_blocks: int,
     block_size: int,
     enable_prefix_caching: bool = True,
     plug: Mapping[str, Any] | None = None,
+    kv_cache_groups: Sequence[KVCacheGroup] = (),
     **collaborators: Any,
 ) -> Scheduler:
-    """A scheduler on a manager and a pool of its own; `collaborators` are its keyword arguments. Raises InputError."""
+    """A scheduler on a manager and a pool of its own; `collaborators` are its keyword arguments. Raises InputError.
+
+    With `kv_cache_groups`, each group of layers has a table of its own, and windows give blocks back.
+    """
     plug = plug or {}
     make_pool = functools.partial(plugs.part, "block_pool", plug, BlockPool)
-    manager = KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching, make_pool)
+    limits = config.max_model_len, enable_prefix_caching
+    manager: Any  # either has the other's verbs
+    if kv_cache_groups:
+        in_flight = config.max_num_batched_tokens * (1 + bool(collaborators.get("async_scheduling")))
+        manager = HybridKVCacheManager(num_blocks, kv_cache_groups, *limits, in_flight, make_pool)
+    else:
+        manager = KVCacheManager(num_blocks, block_size, *limits, make_pool)
     there = {name: one for name, one in collaborators.items() if one is not None and one is not False}
     return plugs.part("scheduler", plug, Scheduler, config, manager, **there)

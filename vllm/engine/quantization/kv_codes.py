@@ -13,10 +13,15 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.model import llama
+
+if TYPE_CHECKING:
+    from engine.kv_cache_interface import KVCacheGroup
 
 # --- The formats -----------------------------------------------------------------------------------------------------
 
@@ -257,10 +262,12 @@ def bits_per_element(kv_cache_dtype: str, D: int, block_size: int) -> float:
     return 8 * PageLayout(find_format(kv_cache_dtype), block_size, 1, D).page / (block_size * D)
 
 
-def block_bytes(model: llama.Llama, block_size: int, kv_cache_dtype: str) -> int:
-    """Bytes of one block: keys and values of all layers, with all that scales them. Raises InputError."""
+def block_bytes(model: llama.Llama, block_size: int, kv_cache_dtype: str, groups: Sequence[KVCacheGroup] = ()) -> int:
+    """Bytes of one block: keys and values of all layers, or of a group's, with all that scales them. Raises
+    InputError."""
+    layers = max((len(group.layers) for group in groups), default=model.config.num_hidden_layers)
     halves = 1 if model.config.mla else 2  # a latent is key and value in one
-    elements = halves * model.config.num_hidden_layers * block_size * model.num_kv_heads * model.config.head_dim
+    elements = halves * layers * block_size * model.num_kv_heads * model.config.head_dim
     if kv_cache_dtype == "auto":
         return elements * model.dtype.itemsize
     return round(elements * bits_per_element(kv_cache_dtype, model.config.head_dim, block_size)) // 8

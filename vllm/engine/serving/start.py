@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from engine.engine_args import AUTO, EngineArgs
+from engine.kv_cache_interface import groups_of
 from engine.llm_engine import LLMEngine
 from engine.model import llama
 from engine.model.config import LlamaConfig
@@ -67,9 +68,10 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
     stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
 
-    one = block_bytes(model, args.block_size, args.kv_cache_dtype)
+    groups = groups_of(getattr(model, "whole_config", model.config), args.vllm_config(), args.block_size)
+    one = block_bytes(model, args.block_size, args.kv_cache_dtype, groups)
     if auto:
-        args.shorten(args.num_gpu_blocks_override - 1 if args.num_gpu_blocks_override else memory // one)
+        args.shorten(args.num_gpu_blocks_override - 1 if args.num_gpu_blocks_override else memory // one, groups)
     max_model_len = args.context
     asked = args.num_gpu_blocks_override * one if args.num_gpu_blocks_override else max(memory, 2 * one)
     if asked > (there := total_memory() * args.world_size):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import common
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine import plugs, registry
 from engine.attention.latent import LatentAttention
 from engine.attention.windowed import WindowedAttention
 from engine.config import SchedulerConfig, VllmConfig, check_model_len
+from engine.kv_cache_interface import KVCacheGroup, groups_of
 from engine.lora.layers import AppliedAdapters, adapted_model
 from engine.model import llama
 from engine.model.config import LlamaConfig
@@ -48,10 +50,11 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     """
     config = config or VllmConfig()
     check_model_len(limits.max_model_len, model.config.max_position_embeddings)
-    attention = attention_of(model.config, config)
+    groups = groups_of(getattr(model, "whole_config", model.config), config, block_size)
+    attention = attention_of(model.config, config, groups)
     model = pack_weights(model)
     cache = attention.make_cache(model, num_blocks, block_size)
-    batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size)
+    batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size, len(groups))
     sampler = plugs.part("sampler", config.plug, Sampler)
     runner = runner_class(
         model, cache, attention, batch, sampler=sampler, grammar=grammar, has_logits=has_logits, seed=seed
@@ -72,7 +75,9 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
     if not (config.enforce_eager or lora or connector or config.kv_cache_dtype != "auto"):
         K = drafts.num_speculative_tokens if drafts else 0
-        graphs = CapturedModel(model, cache, runner.attend, limits, num_speculative_tokens=K)
+        graphs = CapturedModel(  # whose whole steps have one table
+            model, cache, runner.attend, limits, num_speculative_tokens=K, full=not groups
+        )
         runner.graphs = graphs if graphs.sizes else None  # without a GPU, nothing is captured
     if lora:
         lora.attach(model, cache)
@@ -82,8 +87,9 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     return runner
 
 
-def attention_of(model: LlamaConfig, config: VllmConfig) -> AttentionBackend:
-    """The backend for what this model's layers see. Raises InputError for one that does not know it."""
+def attention_of(model: LlamaConfig, config: VllmConfig, groups: Sequence[KVCacheGroup] = ()) -> AttentionBackend:
+    """The backend for what this model's layers see, in `groups` with a table each, or all with one. Raises InputError
+    for one that does not know it."""
     if model.mla and "attention" not in config.plug:
         return LatentAttention()
     if not model.sliding_windows:
@@ -95,7 +101,7 @@ def attention_of(model: LlamaConfig, config: VllmConfig) -> AttentionBackend:
     ):
         if used:
             raise common.InputError(f"{name}: not for a model whose layers have windows")
-    return WindowedAttention([range(model.num_hidden_layers)])
+    return WindowedAttention([group.layers for group in groups] or [range(model.num_hidden_layers)])
 
 
 def find_attention(config: VllmConfig) -> AttentionBackend:

@@ -24,10 +24,13 @@ class InputBatch:
     on whole arrays, so preparing a step costs the same at position 100 and at position 8,000.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 0) -> None:
+        """`num_groups` of layers have a table each, and an entry of a request's is then a block for each of them; 0:
+        all layers have the same."""
         self.block_size = block_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        shape = (max_num_seqs, -(-max_model_len // block_size))
+        self.block_table = np.zeros((*shape, num_groups) if num_groups else shape, dtype=np.int32)
         self.num_tokens = [0] * max_num_seqs  # of each row of token_ids, filled in so far
         self.num_blocks = [0] * max_num_seqs  # of each row of block_table
         self.free_rows = list(range(max_num_seqs))[::-1]
@@ -71,9 +74,9 @@ class InputBatch:
         owner = np.repeat(np.arange(len(row)), n)  # [T]: the sequence that a token belongs to
         positions = np.arange(len(owner)) + (S - query_start_loc[1:])[owner]  # [T]
         block = self.block_table[row[owner], positions // self.block_size].astype(np.int64)
-        slots = block * self.block_size + positions % self.block_size  # [T]
+        slots = (block.T * self.block_size + positions % self.block_size).T  # [T], or [T, groups]
         longest = int(S.max())
-        table = self.block_table[row, : -(-longest // self.block_size)]  # [B, W], a copy
+        table = self.block_table[row, : -(-longest // self.block_size)]  # [B, W], or [B, W, groups], a copy
         arrays = (self.token_ids[row[owner], positions], positions, slots, query_start_loc, S.astype(np.int32), table)
         token_ids, *tensors = (torch.from_numpy(array).to(device) for array in arrays)
         return token_ids, AttentionMetadata(*tensors, query_lens=list(query_lens), max_seq_len=longest)
