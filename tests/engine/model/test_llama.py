@@ -270,9 +270,7 @@ def test_windows_that_hide_something_are_known(tmp_path, name):
         (tmp_path / "config.json").write_text(json.dumps(config | said))
         compare_with_transformers(tmp_path, theirs, length=200)
     elif windows is None:
-        with pytest.raises(
-            common.InputError, match="sliding_window 16: Transformers gives a llama none, and vLLM may"
-        ):
+        with pytest.raises(common.InputError, match="sliding_window 16: Transformers gives a llama none, and vLLM may"):
             loader.load(str(tmp_path))
     else:
         assert loader.load(str(tmp_path))[0].config.sliding_windows == windows
