@@ -1,7 +1,7 @@
 """Attention of layers that see different things: windows, sinks, and for each group of layers a table of its own.
 
 Owns the memory of such a model, and which table and window each layer has; called by the model runner in the place of
-the plain backend. It has no kernel: that is lesson 10's. vLLM: `initialize_kv_cache_tensors` in
+the plain backend. It never has a kernel: that is lesson 10's. vLLM: `initialize_kv_cache_tensors` in
 `vllm/v1/worker/gpu_model_runner.py`, `vllm/v1/attention/backends/triton_attn.py`.
 """
 
