@@ -16,8 +16,8 @@ second is engine/worker/cuda_graphs.py, and planning ahead is part of engine/cor
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it was sent before, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
-only where launching was slower than computing: for one sequence SmolLM2 by at most 56x, an 8B by 1.15x (bounds at 10 us
-a launch, for kernels that cost the GPU only what they move; an H200, at 22 us with Python, measured 5x and 2x).
+only where launching was slower than computing. For one sequence that is at most 56x for SmolLM2 and 1.15x for an 8B, if
+a launch takes 10 us and a kernel only the time of its bytes. An H200, at 22 us a launch in Python, measured 5x and 2x.
 
 How to run:
   uv run python vllm/05_optimizations.py                       the whole story

@@ -7,8 +7,8 @@ values in them?
 The mechanism:
   1. Admission is optimistic: a request comes in if what is known of it fits now. Its output has no reservation.
   2. A running request that finds no block preempts the one admitted last (priority policy: the least important).
-  3. Recompute, vLLM's V1: the victim's blocks are freed and its tokens kept; back in the queue (in front; by priority
-     at its place), it will be prefilled again, prompt and output in one go, except what the prefix cache still holds.
+  3. Recompute, vLLM's V1: the victim's blocks are freed, and its tokens are kept. It goes back to the front of the
+     queue (with priorities, to its place), and is prefilled again, prompt and output in one go, but for what is cached.
   4. Swap, as V0 could: the victim's blocks are copied to CPU memory and copied back later. Nothing is redone.
   5. Nobody is admitted in a step that preempted, so copies out and copies in never meet in one step.
   6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.

@@ -29,7 +29,7 @@ export function draw(trace, index, kit) {
   }
   const bottom = top + answers.length * high;
   names.forEach((name, i) => {
-    shapes.push(line(at(name), top + 2, at(name), bottom - 10, "line"), text(at(name), 34 + (i % 2) * stagger, name, `small middle${now.looked.includes(name) ? " bold" : " soft"}`));
+    shapes.push(line(at(name), top + 2, at(name), bottom - 10, "line"), text(Math.min(at(name), kit.width - 22), 34 + (i % 2) * stagger, name, `small middle${now.looked.includes(name) ? " bold" : " soft"}`));
   });
   shown.forEach((answer, i) => {
     const y = top + i * high + 26, last = answer.looked.at(-1), refused = answer.status !== 200, end = at(last), here = i === index;

@@ -10,7 +10,7 @@ export function draw(trace, index, kit) {
   const { svg, rect, text, line, key, number, numbers, legend, count } = kit;
   const { params: p, whole, arrival_us } = trace, narrow = kit.width < 480, shapes = [];
   const ms = (us) => `${number(us / 1000, us < 100_000 ? 1 : 0)} ms`;
-  const left = narrow ? 46 : 84, wide = kit.width - left, x = (us) => left + (Math.min(us, AXIS) / AXIS) * wide;
+  const left = narrow ? 52 : 84, wide = kit.width - left, x = (us) => left + (Math.min(us, AXIS) / AXIS) * wide;
   const last = index === trace.start_us.length - 1, starved = last && trace.starved, titles = [];
   const high = 84, lanes = 2 + Boolean(p.short_prompt) + Boolean(trace.silent_streams), track = 18 + high + lanes * 18 + 12;
   const ends_of = (run) => [...run.start_us.slice(1), run.end_us], ends = ends_of(trace), now = ends[index];
@@ -61,7 +61,7 @@ export function draw(trace, index, kit) {
   draw_track(trace, second, "chunks", `Budget of ${count(p.budget, "token")} a step`, now);
   const bottom = second + track - 8;
   shapes.push(line(x(arrival_us), 16, x(arrival_us), bottom - 2, "orange dashed"), line(x(now), 16, x(now), bottom - 2, "ink"));
-  for (let t = 0; t <= 1200; t += narrow ? 400 : 200) shapes.push(text(x(t * 1000), bottom + 10, t ? number(t) : "0 ms", `small soft ${t === 0 ? "" : "middle"}`));
+  for (let t = 0; t <= 1200; t += narrow ? 400 : 200) shapes.push(text(Math.min(x(t * 1000), kit.width - 16), bottom + 10, t ? number(t) : "0 ms", `small soft ${t === 0 ? "" : "middle"}`));
   shapes.push(...titles);
 
   const { start_us, decodes, chunk, short_chunk } = trace, first = trace.ttft_us === null ? Infinity : arrival_us + trace.ttft_us;
