@@ -315,29 +315,35 @@ def test_who_says_nothing_gets_what_the_model_wishes(tiny_model, real_model):
 @pytest.mark.parametrize("wanted", [-1, 128, 500])
 def test_all_log_probabilities_where_they_are_allowed(tiny_model, real_model, wanted):
     params = SamplingParams(max_tokens=2, logprobs=wanted, prompt_logprobs=wanted, ignore_eos=True)
-    llm = LLM(tiny_model, tokenizer=real_model[1], max_logprobs=-1, max_model_len=64)
+    about = {"tokenizer": real_model[1], "max_model_len": 64, "num_gpu_blocks_override": 8}
+    llm = LLM(tiny_model, max_logprobs=-1, **about)
     (answer,) = llm.generate([[5, 6, 7]], params)
     assert [len(entry) for entry in answer.outputs[0].logprobs] == [128, 128]
     assert [entry and len(entry) for entry in answer.prompt_logprobs] == [None, 128, 128]
     with pytest.raises(common.InputError, match=r"logprobs .*: must be a whole number from 0 to 20"):
-        LLM(tiny_model, tokenizer=real_model[1], max_model_len=64).generate([[5]], params)
+        LLM(tiny_model, **about).generate([[5]], params)
 
 
 def test_a_context_as_long_as_the_cache(tiny_model, real_model):
     for auto in (-1, "auto"):
         llm = LLM(tiny_model, tokenizer=real_model[1], max_model_len=auto, num_gpu_blocks_override=5)
         assert llm.llm_engine.core.scheduler.config.max_model_len == 64, "four blocks of 16"
-    whole = LLM(tiny_model, tokenizer=real_model[1], max_model_len="auto")
+    whole = LLM(tiny_model, tokenizer=real_model[1], max_model_len="auto", num_gpu_blocks_override=40)
     assert whole.llm_engine.core.scheduler.config.max_model_len == 512, "all of the model's"
 
 
 def test_somebody_elses_tokenizer(real_model, tmp_path):
     folder = folders.model_folder(None)
+    (model := tmp_path / "one layer").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, tmp_path / name)
+        shutil.copy(folder / name, model / name)
     text = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": "mine"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(text))
-    llm = LLM(tokenizer=str(tmp_path), max_model_len=64, load_format="dummy", num_gpu_blocks_override=8)
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    about = {"max_model_len": 64, "load_format": "dummy", "num_gpu_blocks_override": 8}
+    llm = LLM(str(model), tokenizer=str(tmp_path), **about)
     assert llm.llm_engine.tokenizer.chat_template == "mine" and llm.llm_engine.tokenizer.vocab_size == 49152
     (answer,) = llm.generate("Hi", SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
     assert len(answer.outputs[0].token_ids) == 2, "of weights at random"

@@ -111,7 +111,8 @@ def tokenizer(real_model):
 
 
 def answers(tiny_model, tokenizer, adapter=None, **arguments):
-    llm = LLM(tiny_model, tokenizer=tokenizer, max_model_len=64, max_num_seqs=4, **arguments)
+    about = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 20}
+    llm = LLM(tiny_model, tokenizer=tokenizer, **about, **arguments)
     prompts = [[1, 2, 3, 4, 5], [9, 8, 7], [7, 7, 7, 7]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found = llm.generate(prompts, params, lora_request=[adapter, None, None] if adapter else None)
@@ -297,7 +298,7 @@ def test_parts_travel_to_workers(mine, real_model):
     plug = {"sampler": f"{counting}:Watched", "attention": f"{counting}:Attention"}
     params, found = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), []
     for more in ({}, {"plug": plug, "distributed_executor_backend": "mp"}):
-        llm = LLM(max_model_len=64, max_num_seqs=2, **more)
+        llm = LLM(max_model_len=64, max_num_seqs=2, num_gpu_blocks_override=10, **more)
         found.append([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3]], params)])
     executors.shutdown_all()
     assert found[0] == found[1]

@@ -270,7 +270,7 @@ def test_the_real_model_on_workers(options, method):
     params, answers = SamplingParams(temperature=0, max_tokens=8), []
     prompts = ["The capital of France is", "1 2 3 4 5"]
     for layout in (options, {}):
-        llm = LLM(max_model_len=256, quantization=method, **layout)
+        llm = LLM(max_model_len=256, kv_cache_gib=0.1, quantization=method, **layout)
         answers.append([x.outputs[0].token_ids for x in llm.generate(prompts, params)])
         if layout:
             llm.llm_engine.core.runner.executor.shutdown()

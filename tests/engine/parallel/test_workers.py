@@ -94,7 +94,7 @@ def test_the_offline_engine_on_workers(options, texts):
         make_llm_engine(max_num_seqs=0, **options)
     assert not multiprocessing.active_children(), "whoever cannot start leaves nobody behind"
 
-    llm = LLM(max_model_len=256, **options)
+    llm = LLM(max_model_len=256, kv_cache_gib=0.1, **options)
     found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
     assert [output.outputs[0].text for output in found] == texts
     del llm

@@ -215,7 +215,7 @@ def test_experts_of_which_some_have_codes_are_refused(folder, tmp_path):
 def test_an_engine_on_them(folder, method):
     model, _ = load_model(str(folder), torch.float32, method)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    llm = LLM(str(folder), quantization=method, dtype="float32", max_model_len=64)
+    llm = LLM(str(folder), quantization=method, dtype="float32", max_model_len=64, num_gpu_blocks_override=10)
     prompts = [[5, 9, 2], [7] * 20]
     found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     if METHOD_OF[method].activations is None or common.HAS_GPU is False:
