@@ -109,15 +109,16 @@ def observed_of(jobs, count):
     return Observed(*times), found
 
 
-@pytest.mark.parametrize("rate", [4.0, 40.0])
+@pytest.mark.parametrize("rate", [4.0, 16.0, 40.0])
 def test_a_run_is_predicted_from_its_first_requests(rate):
-    """On a server with room, and on one with a queue: the rest of the run, which the fit has not seen."""
-    jobs = some_jobs(40, rate)
-    observed, truth = observed_of(jobs, 20)
+    """On a server with room, on one that is full and by the data sheet would not be, and on one with a long queue: the
+    rest of the run, which the fit has not seen."""
+    jobs = some_jobs(60, rate)
+    observed, truth = observed_of(jobs, 40)
     fit = fit_run(jobs, SETUP, MODEL, GUESSES, observed)
     (found,) = predict_with(fit, jobs, SETUP, MODEL)
     for of in (lambda outcome: outcome.times[0] - outcome.queued, lambda outcome: outcome.times[-1] - outcome.queued):
-        ours, theirs = ([of(outcome) for outcome in each.outcomes[20:]] for each in (found, truth))
+        ours, theirs = ([of(outcome) for outcome in each.outcomes[40:]] for each in (found, truth))
         assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.05)
 
 
