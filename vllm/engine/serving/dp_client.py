@@ -141,7 +141,7 @@ class DPLBClient:
     def _say_which(self, engine: int, letter: Any) -> None:
         if isinstance(letter, Progress):
             letter.text = f"engine {engine}: {letter.text}"
-        elif isinstance(letter, Dead):
+        elif isinstance(letter, Dead) and not letter.bad_input:  # which all engines would say
             letter.error = f"engine {engine} of {len(self.socks)}: {letter.error}"
 
     def total(self, stats: Any) -> Any:
