@@ -115,6 +115,32 @@ def test_each_of_several_engines_listens_at_ports_of_its_own():
     assert (plain := EngineArgs(data_parallel_size=2)).for_engine(1) is plain
 
 
+def test_engines_that_share_experts_know_who_they_are_and_where_they_meet():
+    args = EngineArgs(enable_expert_parallel=True, data_parallel_size=3)
+    third = args.meeting_at(4000).for_engine(2)
+    assert args.shares_experts and third.shares_experts_with == (3, 2, 4000) and args.shares_experts_with == (3, 0, 0)
+    for alone in (EngineArgs(data_parallel_size=2), EngineArgs(enable_expert_parallel=True)):
+        assert not alone.shares_experts and alone.shares_experts_with == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("about", "word"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"async_scheduling": True}, "async_scheduling"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"distributed_executor_backend": "uni"}, "distributed_executor_backend"),
+        ({"data_parallel_size_local": 1}, "data_parallel_size_local"),
+        ({"kv_transfer_config": TRANSFER}, "kv_transfer_config"),
+    ],
+)
+def test_what_engines_cannot_do_that_share_experts(about, word):
+    with pytest.raises(common.InputError, match=f"^enable_expert_parallel and data_parallel_size: .*{word}"):
+        EngineArgs(enable_expert_parallel=True, data_parallel_size=2, **about)
+    EngineArgs(data_parallel_size=2, **about)
+
+
 @pytest.mark.parametrize(
     ("usage", "named", "limits"),
     [("LLM", {}, (512, 256, 4096)), ("serve", {}, (512, 64, 8192 if common.HAS_GPU else 512)),

@@ -109,18 +109,26 @@ class ThreadPipeline(PipelineGroup):
 
 
 class ThreadWorker(Worker):
-    def __init__(self, tp: ThreadGroup, pp: ThreadPipeline) -> None:
+    def __init__(self, tp: ThreadGroup, pp: ThreadPipeline, world: ThreadGroup | None = None) -> None:
         super().__init__()
-        self.mine = tp, pp
+        self.mine = tp, pp, world
 
     def set_groups(self, tp: Any, pp: Any) -> None:
-        self.tp, self.pp = self.mine
+        self.tp, self.pp, self.world = self.mine
+
+
+def world_of(ranks: int) -> tuple[threading.Barrier, list]:
+    """What ranks have in common that are one group."""
+    return threading.Barrier(ranks), [None] * ranks
 
 
 class WorkerThreads(Executor):
-    """The workers of a layout, each in a thread. All that travels is pickled, as on the way to a process."""
+    """The workers of a layout, each in a thread. All that travels is pickled, as on the way to a process.
 
-    def __init__(self, parallel: ParallelConfig) -> None:
+    Engines that share experts have a `world` in common, the barrier and the table of all their ranks (`world_of`).
+    """
+
+    def __init__(self, parallel: ParallelConfig, world: tuple[threading.Barrier, list] | None = None) -> None:
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self.world_size, self.inboxes, self.outboxes, self.last_stage = tp * pp, [], [], tp * (pp - 1)
         self.calls, self.answers, self.threads = 0, {}, []
@@ -128,7 +136,10 @@ class WorkerThreads(Executor):
         wires = [[queue.SimpleQueue() for _ in range(pp)] for _ in range(tp)]
         for rank in range(tp * pp):
             stage, shard = divmod(rank, tp)
-            worker = ThreadWorker(ThreadGroup(tp, shard, *rows[stage]), ThreadPipeline(pp, stage, wires[shard]))
+            place = parallel.data_parallel_rank * tp + shard
+            everybody = world and ThreadGroup(parallel.expert_ranks, place, *world)
+            group, line = ThreadGroup(tp, shard, *rows[stage]), ThreadPipeline(pp, stage, wires[shard])
+            worker = ThreadWorker(group, line, everybody)
             inbox, outbox = queue.SimpleQueue(), queue.SimpleQueue()
             self.threads.append(threading.Thread(target=self.work, args=(worker, inbox, outbox), daemon=True))
             self.inboxes.append(inbox), self.outboxes.append(outbox)

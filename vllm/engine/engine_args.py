@@ -164,6 +164,8 @@ class EngineArgs:
     data_parallel_routing: str = "load"
     api_server_count: int = 1
     headless: bool = False
+    # Of the copy that one engine gets: which it is, and where workers meet that share experts.
+    engine_rank = meeting_port = 0
 
     def __post_init__(self) -> None:
         """Refuse early what would fail late. Raises InputError."""
@@ -383,13 +385,31 @@ class EngineArgs:
     def for_engine(self, engine: int) -> EngineArgs:
         """The flags of one of several engines: each listens at ports of its own."""
         config = self.kv_transfer
-        if config is None:
+        if config is None and not self.shares_experts:
             return self
-        port = config.port_of(engine * self.world_size)
-        own = dataclasses.replace(config, engine_id=f"{config.engine_id}_dp{engine}", kv_port=port)
         mine = copy.copy(self)  # without looking at everything once more
-        mine.kv_transfer_config = dataclasses.asdict(own)
+        mine.engine_rank = engine
+        if config is not None:
+            port = config.port_of(engine * self.world_size)
+            own = dataclasses.replace(config, engine_id=f"{config.engine_id}_dp{engine}", kv_port=port)
+            mine.kv_transfer_config = dataclasses.asdict(own)
         return mine
+
+    def meeting_at(self, port: int) -> EngineArgs:
+        """The flags of engines whose workers meet at a port of this machine."""
+        mine = copy.copy(self)
+        mine.meeting_port = port
+        return mine
+
+    @property
+    def shares_experts(self) -> bool:
+        """Do several engines have the experts of one model among them?"""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def shares_experts_with(self) -> tuple[int, int, int]:
+        """How many engines share experts, which of them this is, and the port where they meet."""
+        return (self.data_parallel_size, self.engine_rank, self.meeting_port) if self.shares_experts else (1, 0, 0)
 
     @property
     def has_engines(self) -> bool:
@@ -451,13 +471,27 @@ def check_parallel(args: Any) -> None:
             "speculative_config: method early_exit: not together with pipeline_parallel_size: the "
             "last stage drafts, and has not the target's first layers"
         )
-    if args.enable_expert_parallel and args.data_parallel_size > 1:
-        raise common.InputError(
-            "enable_expert_parallel: not together with data_parallel_size: engines would have to step together to "
-            "share experts, and here each steps alone; take tensor_parallel_size"
-        )
+    check_shared_experts(args)
     check_eplb(args)
     check_engines(args)
+
+
+def check_shared_experts(args: Any) -> None:
+    """Raises InputError for what engines cannot do that share experts, and so step together."""
+    if not args.shares_experts:
+        return
+    local = args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
+    for name, used in (
+        ("pipeline_parallel_size", args.pipeline_parallel_size > 1),
+        ("async_scheduling", args.async_scheduling),
+        ("speculative_config", args.speculative_config is not None),
+        ("kv_transfer_config", args.kv_transfer_config is not None),
+        ("enable_sleep_mode", args.enable_sleep_mode),
+        ("distributed_executor_backend", args.distributed_executor_backend not in (None, "mp")),
+        ("data_parallel_size_local: all engines are on one machine", local != args.data_parallel_size or args.headless),
+    ):
+        if used:
+            raise common.InputError(f"enable_expert_parallel and data_parallel_size: not together with {name}")
 
 
 def check_eplb(args: Any) -> None:

@@ -181,6 +181,10 @@ def test_layouts_that_cannot_be_are_refused():
     for parallel, words in (
         (ParallelConfig(2, enable_expert_parallel=True), None),
         (ParallelConfig(8, enable_expert_parallel=True), "tensor_parallel_size 8: must be at most num_experts (6)"),
+        (
+            ParallelConfig(4, enable_expert_parallel=True, data_parallel_size=2),
+            "tensor_parallel_size x data_parallel_size 8: must be at most num_experts (6)",
+        ),
         (ParallelConfig(3), "moe_intermediate_size (48)"),
     ):
         if words is None:
@@ -199,8 +203,6 @@ def test_layouts_that_cannot_be_are_refused():
 def test_flags_that_cannot_be_are_refused():
     with pytest.raises(common.InputError, match="all2all_backend 'nccl': must be one of allreduce, all2all"):
         EngineArgs(all2all_backend="nccl")
-    with pytest.raises(common.InputError, match="enable_expert_parallel: not together with data_parallel_size"):
-        EngineArgs(enable_expert_parallel=True, data_parallel_size=2)
     with pytest.raises(common.InputError, match="enable_expert_parallel: this model has no experts"):
         make_llm_engine(enable_expert_parallel=True)
 
@@ -285,3 +287,5 @@ def test_experts_that_cannot_move_are_refused():
             EngineArgs(**about)
     with pytest.raises(common.InputError, match=r"num_redundant_experts 1: tensor_parallel_size \(2\) must.*\(7\)"):
         moving(2, spare=1).check(whole("mixtral").config)
+    with pytest.raises(common.InputError, match=r"tensor_parallel_size x data_parallel_size \(4\) must divide"):
+        dataclasses.replace(moving(2, spare=4), data_parallel_size=2).check(whole("mixtral").config)

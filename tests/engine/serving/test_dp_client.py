@@ -76,6 +76,26 @@ def test_engines_that_differ_are_refused():
     assert client.take(1, ready(12, 64)).num_gpu_blocks == 22, "of those who are alike, all blocks"
 
 
+def test_which_of_several_engines_has_died_is_said():
+    several, one = DPLBClient([None, None], None, LoadBalancer(2)), DPLBClient([None], None, LoadBalancer(1))
+    assert several.take(1, Dead("worker 0 of 1 died")).error == "engine 1 of 2: worker 0 of 1 died"
+    assert several.take(1, Dead("flag: wrong", bad_input=True)).error == "flag: wrong"
+    assert one.take(0, Dead("worker 0 of 1 died")).error == "worker 0 of 1 died"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_engines_that_share_experts_all_hear_of_a_request(shared):
+    """One gets it, and the others a letter without it; what is no request needs none."""
+    client, written = DPLBClient([None] * 3, None, LoadBalancer(3), shares_experts=shared), []
+    client._write = lambda engine, letter: written.append((engine, letter[0]))
+    for name in "xy":
+        client.send((ADD, request_of([1], name)))
+    client.send((EngineCoreRequestType.ABORT, ["x"]))
+    wave = EngineCoreRequestType.START_DP_WAVE
+    others = {0: [(1, wave), (2, wave)], 1: [(0, wave), (2, wave)]} if shared else {0: [], 1: []}
+    assert written == [(0, ADD), *others[0], (1, ADD), *others[1], (0, EngineCoreRequestType.ABORT)]
+
+
 @pytest.mark.parametrize("said", [(1 << 31).to_bytes(4, "big"), b"\0\0\0\4junk"])
 def test_an_engine_that_sends_no_letter_is_dead(said):
     async def go():

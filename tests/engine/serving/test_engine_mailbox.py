@@ -19,6 +19,7 @@ from support.mailboxes import mailbox, nobody_waits, read_letters
 from support.small_requests import request_of
 
 ADD, ABORT = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT
+START_DP_WAVE = EngineCoreRequestType.START_DP_WAVE
 
 
 def test_a_name_that_another_client_has_is_refused_until_it_ends():
@@ -27,7 +28,7 @@ def test_a_name_that_another_client_has_is_refused_until_it_ends():
         one.sendall(frame((ADD, request_of([1, 2]))))
         assert [kind for kind, _ in box.receive(1)] == [ADD]
         two.sendall(frame((ADD, request_of([3, 4]))))
-        assert box.receive(1) == [] and box.owner == {"r": 0}
+        assert box.receive(1) == [(START_DP_WAVE, None)] and box.owner == {"r": 0}, "others were told of a request"
         letter = loads(two.recv(1 << 16)[4:])
         assert letter.refused == {"r": "request_id 'r': is in use"}
         one.sendall(frame((ABORT, ["r"])))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from engine.model.tokenizer import Tokenizer
 from lab.make_model import make_model
 from lab.running_server import running_server
+from support.process_tree import descendants, wait_until_gone
 
 TEXTS = ["The capital of France is", "1 2 3 4 5", "def f(x):", "Once upon a time"] * 8
 
@@ -32,7 +36,16 @@ def model(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["-tp", "2", "-ep", "--all2all-backend", "all2all"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["-tp", "2", "-ep", "--all2all-backend", "all2all"],
+        ["-dp", "2", "-ep"],
+        pytest.param(["-dp", "2", "-tp", "2", "-ep", "--all2all-backend", "all2all"], marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
 def test_32_clients_at_once(model, flags):
     """With few blocks, so that some are preempted."""
     folder, answers = model
@@ -53,3 +66,36 @@ def test_32_clients_at_once(model, flags):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert found == [answers[text] for text in TEXTS]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_engines_that_share_its_experts(model):
+    """Whoever waits for an answer hears which engine it was, and why."""
+    flags = ["--max-model-len", "1024", "-dp", "2", "-ep", "--all2all-backend", "all2all"]
+    with running_server("--model", str(model[0]), "--served-model-name", "m", *flags, echo=lambda line: None) as (
+        url,
+        process,
+    ):
+        import openai
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120)
+        client.completions.create(model="m", prompt="a", max_tokens=4)
+        everybody = descendants(process.pid)
+        with ThreadPoolExecutor(1) as pool:
+            extra = {"ignore_eos": True}
+            answer = pool.submit(client.completions.create, model="m", prompt="a", max_tokens=1000, extra_body=extra)
+            worker = max(everybody, key=lambda one: depth(one, process.pid))
+            time.sleep(0.3)
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(openai.InternalServerError, match=r"engine [01] of 2: .*worker 0 of 1 died .*SIGKILL"):
+                answer.result(60)
+        assert process.wait(60) == 1
+    wait_until_gone(everybody)
+
+
+def depth(pid, top):
+    """How many processes are between it and the server."""
+    found = 0
+    while pid != top:
+        pid, found = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), found + 1
+    return found

@@ -29,10 +29,19 @@ class ParallelConfig:
     enable_eplb: bool = False  # experts move to where they had better be
     num_redundant_experts: int = 0  # slots of a layer beyond one for each expert
     eplb_step_interval: int = 3000  # steps between two moves
+    data_parallel_size: int = 1  # engines that share their experts; of others, none knows another
+    data_parallel_rank: int = 0  # which of them this is
+    data_parallel_master_port: int = 0  # where their workers meet
 
     @property
     def world_size(self) -> int:
+        """Workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that deal the experts out among them."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     def shared_experts(self, config: LlamaConfig) -> LlamaConfig:
         """The same model; how its ranks share experts, if it has any and if they do."""
@@ -46,7 +55,8 @@ class ParallelConfig:
 
     @property
     def backend(self) -> str:
-        return self.distributed_executor_backend or ("mp" if self.world_size > 1 else "uni")
+        several = self.world_size * self.data_parallel_size > 1
+        return self.distributed_executor_backend or ("mp" if several else "uni")
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -70,15 +80,16 @@ class ParallelConfig:
                 f"num_hidden_layers ({config.num_hidden_layers})"
             )
         moe, n = config.moe, self.tensor_parallel_size
+        ranks = "tensor_parallel_size" + (" x data_parallel_size" if self.data_parallel_size > 1 else "")
         if self.enable_expert_parallel:
             if moe is None:
                 raise common.InputError("enable_expert_parallel: this model has no experts")
-            if n > moe.num_experts:
-                raise common.InputError(f"tensor_parallel_size {n}: must be at most num_experts ({moe.num_experts})")
+            if self.expert_ranks > moe.num_experts:
+                raise common.InputError(f"{ranks} {self.expert_ranks}: must be at most num_experts ({moe.num_experts})")
         slots = moe.num_experts + self.num_redundant_experts if moe else 0
-        if self.enable_eplb and slots % n:
+        if self.enable_eplb and slots % self.expert_ranks:
             raise common.InputError(
-                f"num_redundant_experts {self.num_redundant_experts}: tensor_parallel_size ({n}) must divide "
+                f"num_redundant_experts {self.num_redundant_experts}: {ranks} ({self.expert_ranks}) must divide "
                 f"num_experts and these ({slots})"
             )
         check_tensor_parallel_size(self.shared_experts(config), n)

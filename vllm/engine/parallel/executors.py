@@ -227,7 +227,11 @@ class MultiprocExecutor(Executor):
     dies nor answers is found out after `timeout` seconds (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS; vLLM's default is 300).
     """
 
-    def __init__(self, world_size: int, timeout: float | None = None) -> None:
+    def __init__(
+        self, world_size: int, timeout: float | None = None, among: tuple[int, int, int] | None = None
+    ) -> None:
+        """`among`, for workers that meet those of other engines: the first of ours, how many there are in all, and the
+        port where they meet."""
         self.world_size = world_size
         self.timeout = timeout or float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 120))
         self.pending: list[deque[Future]] = [deque() for _ in range(world_size)]
@@ -241,7 +245,8 @@ class MultiprocExecutor(Executor):
         atexit.register(self._end)  # before multiprocessing's own end, which would wait for the workers
         _living.add(self)
         try:
-            self.store = meeting_point()  # of the process group
+            self.store = None if among else meeting_point()  # of the process group
+            first, total, port = among or (0, world_size, self.store.port if self.store else 0)
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 self.pipes.append(ours)
@@ -249,7 +254,7 @@ class MultiprocExecutor(Executor):
                     target=run_worker,
                     daemon=True,
                     name=f"Worker_{rank}",
-                    args=(theirs, self.queue.reader(rank), rank, world_size, self.store.port),
+                    args=(theirs, self.queue.reader(rank), rank, world_size, (first + rank, total, port)),
                 )
                 process.start()
                 self.processes.append(process)
@@ -358,9 +363,14 @@ def end_workers(processes: list[Any], pipes: list[Any], queue: MessageQueue) -> 
 
 
 def run_worker(
-    pipe: multiprocessing.connection.Connection, reader: MessageReader, rank: int, world_size: int, port: int
+    pipe: multiprocessing.connection.Connection,
+    reader: MessageReader,
+    rank: int,
+    world_size: int,
+    place: tuple[int, int, int],
 ) -> None:
-    """A worker process from start to end. It ends with the process that started it, whatever way that ends."""
+    """A worker process from start to end. It ends with the process that started it, whatever way that ends. `place` is
+    its rank among all that meet, how many these are, and the port."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; what they mean is not ours to decide
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -383,7 +393,7 @@ def run_worker(
         answers.put(pickle.dumps((kind, value), protocol=5))
 
     try:
-        world = init_distributed(rank, world_size, port, timeout=1800) if world_size > 1 else None
+        world = init_distributed(*place, timeout=1800) if place[1] > 1 else None
         worker = Worker(world)
         reply("result", os.getpid())
         while True:

@@ -8,6 +8,7 @@ Owns what travels; a model's layers of experts ask these in the place of experts
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -50,21 +51,63 @@ class ReducedExperts:
 
 
 @dataclasses.dataclass
+class GatheredExperts:
+    """Engines share experts: every rank gets the tokens of all, and the sums of what ranks know go back to each.
+
+    Engines have different tokens, and different numbers of them, so all are filled up to the most. Bytes do not depend
+    on k: with T the most, (n − 1) · T · H leave each rank, and as many go back. vLLM: `allgather_reducescatter`.
+    """
+
+    local: Experts
+    group: GroupCoordinator  # all ranks of all engines
+    tp: GroupCoordinator  # those of this engine, which hold the same tokens
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Shapes: x [T, H], weights, ids [T, k], the same on all ranks of an engine -> [T, H], the same on them."""
+        return by_shares(self._exchange, x, weights, ids, self.tp)
+
+    def _exchange(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        T = len(x)
+        most = int(self.group.all_gather(torch.tensor([T], device=x.device)).max())
+        if most == 0:
+            return x
+        everybodys = [self.group.all_gather(F.pad(part, (0, 0, 0, most - T)), dim=0) for part in (x, weights, ids)]
+        return self.group.reduce_scatter(self.local(*everybodys))[:T]  # who is no token counts as nothing: weights 0
+
+    @property
+    def held(self) -> range:
+        """The experts of which a part is here."""
+        return self.local.held
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of this rank's part."""
+        return self.local.matrices
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Of this rank's part."""
+        return self.local.tensors
+
+
+@dataclasses.dataclass
 class DispatchedExperts:
     """Each rank sends a share of the tokens to whoever has their experts, and gets the answers back: two all-to-alls.
 
-    After attention all ranks hold the same tokens, so the share is an n-th of them, and at the end all are gathered. A
-    pair travels only if its expert lives elsewhere: 2 · k · T · H / n · (n − 1) / n leave each rank, and the gathering
-    takes T · H · (n − 1) / n more. That is less than an all-reduce as long as k < n / 2.
+    After attention all ranks of an engine hold the same tokens, so the share is an n-th of them, and at the end all are
+    gathered. A pair travels only if its expert lives elsewhere: 2 · k · T · H / n · (n − 1) / n leave each rank, and
+    the gathering takes T · H · (n − 1) / n more. That is less than an all-reduce as long as k < n / 2. Where engines
+    share experts, rows travel among the ranks of all, and shares and gathering stay in each engine.
 
-    With `step_interval`, experts move after every so many steps to where they had better be (EPLB). All ranks have
-    counted the same tokens by then, and none has to ask another where an expert is.
+    With `step_interval`, experts move after every so many steps to where they had better be (EPLB). All ranks have the
+    same counts by then, and none has to ask another where an expert is.
     """
 
     local: Experts  # of this rank's slots
-    group: GroupCoordinator
+    group: GroupCoordinator  # all ranks that share experts
     placement: Placement
     step_interval: int = 0
+    tp: GroupCoordinator | None = None  # those that hold the same tokens; None: all
 
     def __post_init__(self) -> None:
         self.load = [0] * (max(self.placement.experts) + 1)  # of each expert, how often it was asked
@@ -74,11 +117,10 @@ class DispatchedExperts:
         """Shapes: x [T, H], weights, ids [T, k], the same on all ranks -> [T, H], the same on all ranks."""
         if self.step_interval:
             self._balance(ids)
-        T, n, r = len(x), self.group.world_size, self.group.rank_in_group
-        share = -(-T // n)
-        mine = slice(r * share, (r + 1) * share)
-        y = dispatch(x[mine], weights[mine], ids[mine], self.local, self.group, self.placement)
-        return self.group.all_gather(F.pad(y, (0, 0, 0, share - len(y))), dim=0)[:T]
+        return by_shares(self._exchange, x, weights, ids, self.tp or self.group)
+
+    def _exchange(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return dispatch(x, weights, ids, self.local, self.group, self.placement)
 
     def _balance(self, ids: torch.Tensor) -> None:
         """Count this step, and move experts if it is time."""
@@ -86,7 +128,11 @@ class DispatchedExperts:
         self.load = [a + b for a, b in zip(self.load, asked)]
         self.steps += 1
         if self.steps % self.step_interval == 0:
-            placement = rebalance_experts(self.load, len(self.placement.experts), self.group.world_size)
+            load = self.load
+            if self.tp is not None:  # other engines have counted other tokens; one rank of each speaks for its engine
+                mine = load if self.tp.rank_in_group == 0 else [0] * len(load)
+                load = self.group.all_reduce(torch.tensor(mine, device=ids.device)).tolist()
+            placement = rebalance_experts(load, len(self.placement.experts), self.group.world_size)
             self.load = [0] * len(self.load)
             self.move_to(placement)
 
@@ -110,6 +156,21 @@ class DispatchedExperts:
     def tensors(self) -> list[torch.Tensor]:
         """Of this rank's part."""
         return self.local.tensors
+
+
+def by_shares(
+    exchange: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    tp: GroupCoordinator,
+) -> torch.Tensor:
+    """All of n ranks hold the same tokens: each exchanges an n-th of them, and all answers are gathered."""
+    T, n, r = len(x), tp.world_size, tp.rank_in_group
+    share = -(-T // n)
+    mine = slice(r * share, (r + 1) * share)
+    y = exchange(x[mine], weights[mine], ids[mine])
+    return tp.all_gather(F.pad(y, (0, 0, 0, share - len(y))), dim=0)[:T] if T else y
 
 
 def dispatch(  # noqa: PLR0913  three tensors of a layer, and who answers
@@ -168,26 +229,28 @@ def moved(local: StackedExperts, group: GroupCoordinator, old: Placement, new: P
     )
 
 
-def shared_by(layer: MoELayer, group: GroupCoordinator) -> MoELayer:
-    """The layer whose experts are this rank's part, as one of all ranks."""
+def shared_by(layer: MoELayer, tp: GroupCoordinator, ep: GroupCoordinator) -> MoELayer:
+    """The layer whose experts are this rank's part, as one of the ranks `ep`. `tp` are those that hold the same tokens:
+    the same ranks, or of several engines that share experts those of one."""
     config, experts = layer.config, layer.experts
     if config.expert_parallel != "all2all":
-        return dataclasses.replace(layer, experts=ReducedExperts(experts, group))
-    plain = Placement.plain(config.num_experts, group.world_size)
-    dispatched = DispatchedExperts(experts, group, plain, config.eplb_step_interval)
+        shared = ReducedExperts(experts, tp) if ep is tp else GatheredExperts(experts, ep, tp)
+        return dataclasses.replace(layer, experts=shared)
+    plain = Placement.plain(config.num_experts, ep.world_size)
+    dispatched = DispatchedExperts(experts, ep, plain, config.eplb_step_interval, None if ep is tp else tp)
     if config.eplb_step_interval:  # nothing is known of the load, so replicas are of whoever comes first
         num_slots = config.num_experts + config.num_redundant_experts
-        dispatched.move_to(rebalance_experts([1] * config.num_experts, num_slots, group.world_size))
+        dispatched.move_to(rebalance_experts([1] * config.num_experts, num_slots, ep.world_size))
     return dataclasses.replace(layer, experts=dispatched)
 
 
 def local_experts(layer: MoELayer) -> Experts:
     """What multiplies on this rank."""
-    assert isinstance(layer.experts, ReducedExperts | DispatchedExperts)
+    assert isinstance(layer.experts, ReducedExperts | GatheredExperts | DispatchedExperts)
     return layer.experts.local
 
 
 def with_local(layer: MoELayer, local: Experts) -> MoELayer:
     """The layer with something else that multiplies on this rank."""
-    assert isinstance(layer.experts, ReducedExperts | DispatchedExperts)
+    assert isinstance(layer.experts, ReducedExperts | GatheredExperts | DispatchedExperts)
     return dataclasses.replace(layer, experts=dataclasses.replace(layer.experts, local=local))

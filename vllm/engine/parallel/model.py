@@ -38,10 +38,17 @@ class TensorParallelLlama(llama.Llama):
     """
 
     def __init__(
-        self, config: LlamaConfig, tensors: Tensors, group: GroupCoordinator, dtype: torch.dtype = torch.float32
+        self,
+        config: LlamaConfig,
+        tensors: Tensors,
+        group: GroupCoordinator,
+        dtype: torch.dtype = torch.float32,
+        ep: GroupCoordinator | None = None,
     ) -> None:
-        """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept."""
-        mine = shard_config(config, group.world_size, group.rank_in_group)
+        """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept. `ep` are the ranks
+        that share the experts; None: those that share all else."""
+        ep = ep or group
+        mine = shard_config(config, group.world_size, group.rank_in_group, ep.world_size, ep.rank_in_group)
         super().__init__(mine, shard_tensors(tensors, config, group), dtype, group.device)
         self.config, self.group = config, group
         self.embedding = VocabParallelEmbedding(self.embed_tokens, group)
@@ -58,7 +65,7 @@ class TensorParallelLlama(llama.Llama):
         }
         for name, local in self.linear.items():
             self.linear[name] = kinds[name.split(".")[-1]](local, group)
-        self.moe = {i: shared_by(layer, group) for i, layer in self.moe.items()}
+        self.moe = {i: shared_by(layer, group, ep) for i, layer in self.moe.items()}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding(token_ids)  # [T, hidden], the same on all ranks

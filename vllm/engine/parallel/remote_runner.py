@@ -13,6 +13,7 @@ from typing import Any
 from engine.config import SchedulerConfig
 from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.parallel.executors import Executor
+from engine.parallel.lockstep import Lockstep
 from engine.parallel.messages import StepMessage, StepWriter
 from engine.parallel.transfers import RemoteConnector
 from engine.parallel.workers import Workers
@@ -37,6 +38,7 @@ class RemoteRunner:
         self.executor, parallel = workers.executor, workers.parallel
         self.output_rank, self.connector = parallel.output_rank, connector
         self.writer = StepWriter(sends_tokens=not parallel.async_scheduling)
+        self.lockstep = Lockstep() if parallel.data_parallel_size > 1 else None
         self.executor.collective_rpc("initialize_from_config", limits, num_blocks, block_size, seed)
         if connector:
             connector.attach(self.executor.world_size, self.executor.collective_rpc("about_connector")[0])
@@ -46,6 +48,8 @@ class RemoteRunner:
         message = self.writer.write(output)
         if self.connector:
             return self._submit_with_transfers(message, output)
+        if self.lockstep:
+            return message and self._submit_together(message)
         return message and self.executor.submit("execute_model", message, reply_rank=self.output_rank)
 
     def _submit_with_transfers(self, message: StepMessage | None, output: SchedulerOutput) -> Any:
@@ -61,6 +65,23 @@ class RemoteRunner:
             return answers[self.output_rank][0]
 
         return SimpleNamespace(result=result) if message else result()
+
+    def _submit_together(self, message: StepMessage | None) -> Any:
+        """A step that all engines take which share experts; its result is there when all of them have taken it."""
+        lockstep = self.lockstep
+        assert lockstep
+        future = self.executor.submit("step_together", message, lockstep.state, reply_rank=self.output_rank)
+
+        def result() -> ModelRunnerOutput:
+            answer, states = future.result()
+            lockstep.agree(states)
+            return answer
+
+        return SimpleNamespace(result=result)
+
+    def execute_dummy_batch(self) -> None:
+        """Take part in a step of other engines with no token of our own, and wait for it."""
+        self._submit_together(None).result()
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A core with steps in flight calls `submit`."""

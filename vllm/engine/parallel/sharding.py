@@ -54,14 +54,18 @@ def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
     return -(-vocab_size // pad_to) * pad_to
 
 
-def shard_config(config: LlamaConfig, n: int, rank: int = 0) -> LlamaConfig:
-    """The config of the narrower model that one of n ranks is. Depth, hidden size and head size stay."""
+def shard_config(
+    config: LlamaConfig, n: int, rank: int = 0, expert_ranks: int | None = None, expert_rank: int | None = None
+) -> LlamaConfig:
+    """The config of the narrower model that one of n ranks is. Depth, hidden size and head size stay. Whole experts are
+    dealt out to those n or, where engines share them, to the `expert_ranks` of all."""
     check_tensor_parallel_size(config, n)
     moe = config.moe
     if moe:
         moe = dataclasses.replace(moe, shared_intermediate_size=moe.shared_intermediate_size // n)
         if moe.expert_parallel:
-            moe = dataclasses.replace(moe, held=experts_of(moe, rank, n))
+            place = (rank, n) if expert_ranks is None or expert_rank is None else (expert_rank, expert_ranks)
+            moe = dataclasses.replace(moe, held=experts_of(moe, *place))
         else:
             moe = dataclasses.replace(moe, intermediate_size=moe.intermediate_size // n)
     return dataclasses.replace(

@@ -69,12 +69,14 @@ class PipelineGroup(GroupCoordinator):
 
 
 def make_groups(world: GroupCoordinator | None, config: ParallelConfig) -> tuple[GroupCoordinator, PipelineGroup]:
-    """This rank's tensor-parallel and pipeline-parallel groups. All ranks call this, and make all groups in order."""
+    """This rank's tensor-parallel and pipeline-parallel groups. All ranks call this, and make all groups in order;
+    where engines share experts, those of all engines are one world."""
     if world is None:
         return GroupCoordinator([0], 0), PipelineGroup([0], 0)
-    n, mine = config.tensor_parallel_size, []
-    rows = [range(first, first + n) for first in range(0, config.world_size, n)]
-    columns = [range(shard, config.world_size, n) for shard in range(n)]
+    n, size, mine = config.tensor_parallel_size, config.world_size, []
+    rows = [range(first, first + n) for first in range(0, world.world_size, n)]
+    engines = range(0, world.world_size, size)
+    columns = [range(first + shard, first + size, n) for first in engines for shard in range(n)]
     for groups in (rows, columns):
         mine += filter(None, [new_group(ranks, world) for ranks in groups])
     row, column = mine
@@ -191,6 +193,7 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     generation_config: str = "auto",
     load_format: str = "auto",
     parallel: ParallelConfig | None = None,
+    ep: GroupCoordinator | None = None,
 ) -> PipelineStage:
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
@@ -198,7 +201,7 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
     A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
     is as a whole, `whole_config` says. With `embeds_last`, the last stage has the embedding in any case. Codes that a
     file has are cut; otherwise a rank quantizes what it owns, so where inputs are divided an output has a scale on each
-    rank. How ranks share experts, `parallel` says.
+    rank. How ranks share experts, `parallel` says, and `ep` who they are, if not `tp`.
     """
     about = (source, dtype, tp.device, quantization, generation_config, load_format)
     with whole_weights(*about) as (config, tensors, codes):
@@ -218,8 +221,8 @@ def load_stage(  # noqa: PLR0913  what a worker is told about its model
         stage_config = dataclasses.replace(
             config, num_hidden_layers=end - start, moe=moe, sliding_windows=windows if any(windows) else ()
         )
-        if tp.world_size > 1:
-            model = TensorParallelStage(stage_config, part_of, tp, dtype)
+        if max(tp.world_size, ep.world_size if ep else 1) > 1:
+            model = TensorParallelStage(stage_config, part_of, tp, dtype, ep)
         else:
             model = LlamaStage(stage_config, part_of, dtype, tp.device)
     model.pp, model.whole_config = pp, config

@@ -58,6 +58,7 @@ class Worker:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
+        self.ep = self.world if spec.parallel.data_parallel_size > 1 else None  # with other engines' ranks
         self.model = self._load()
         return parameters_held(self.model)
 
@@ -73,6 +74,7 @@ class Worker:
             spec.generation_config,
             spec.load_format,
             spec.parallel,
+            self.ep,
         )
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:
@@ -85,7 +87,7 @@ class Worker:
     def initialize_from_config(self, limits: SchedulerConfig, num_blocks: int, block_size: int, seed: int) -> None:
         """A runner, and memory for its blocks. Its scheduler is elsewhere; what it would ask it, the copies answer."""
         config, last = self.spec.config, self.pp.is_last_rank
-        if self.spec.parallel.world_size > 1:  # a collective over gloo could not be captured
+        if self.spec.parallel.world_size > 1 or self.ep:  # a collective over gloo could not be captured
             config = dataclasses.replace(config, enforce_eager=True)
         self.spans: list[tuple[float, float]] = []
         self.requests: dict[str, Request] = {}
@@ -140,6 +142,24 @@ class Worker:
                     self.requests[request_id].append_output_token_id(max(token_id, 0))
         self.spans.append((start + self.pp.waited - waited, time.monotonic()))
         return result
+
+    def step_together(
+        self, message: StepMessage | None, state: tuple[int, int]
+    ) -> tuple[ModelRunnerOutput, list[list[int]]]:
+        """A step in which all engines take part that share experts: `execute_model` or, without a message, a pass of no
+        token, in which the others' tokens find this rank's experts. Returns also every rank's `state`."""
+        assert self.ep
+        states = self.ep.all_gather(torch.tensor([state], device=self.ep.device), dim=0)
+        result = self.execute_model(message) if message else self._dummy_run()
+        return result, states.tolist()
+
+    @torch.inference_mode()
+    def _dummy_run(self) -> ModelRunnerOutput:
+        """Layer by layer, the experts and nothing else (vLLM: `execute_dummy_batch`)."""
+        nobody = torch.zeros(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.tp.device)
+        for layer in self.model.moe.values():
+            layer(nobody)
+        return ModelRunnerOutput()
 
     def _hear(self, message: StepMessage, output: SchedulerOutput) -> None:
         """What is new of each request, into the copies and into the step."""
@@ -204,7 +224,8 @@ class Worker:
 
     def take_counts(self) -> dict[str, dict[str, int]]:
         """What this rank told others since the last call."""
-        return self.tp.take_counts() | self.pp.take_counts()
+        experts = {f"{name}, experts": found for name, found in self.ep.take_counts().items()} if self.ep else {}
+        return self.tp.take_counts() | self.pp.take_counts() | experts
 
     def held(self) -> dict[str, int]:
         """For tests: what is left of requests."""

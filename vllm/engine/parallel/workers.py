@@ -36,6 +36,8 @@ class Workers:
 
     def __str__(self) -> str:
         p = self.parallel
+        if p.data_parallel_size > 1:
+            return f"TP {p.tensor_parallel_size}, experts shared by {p.data_parallel_size} engines ({p.backend})"
         if p.world_size == 1:
             return f"a worker ({p.backend}{', a step ahead' if p.async_scheduling else ''})"
         return f"{p.world_size} workers (TP {p.tensor_parallel_size} x PP {p.pipeline_parallel_size}, {p.backend})"
@@ -55,6 +57,7 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         args.enable_eplb,
         args.num_redundant_experts,
         args.eplb_step_interval,
+        *args.shares_experts_with,
     )
     config = LlamaConfig.from_folder(folder, True, args.generation_config)
     parallel.check(config)
@@ -84,4 +87,6 @@ def make_executor(parallel: ParallelConfig, ray_address: str | None = None) -> E
         return ThreadExecutor() if parallel.async_scheduling else UniProcExecutor()
     if parallel.backend == "ray":
         return RayExecutor(parallel.world_size, ray_address)
-    return MultiprocExecutor(parallel.world_size)
+    engines, n = parallel.data_parallel_size, parallel.world_size
+    place = (parallel.data_parallel_rank * n, engines * n, parallel.data_parallel_master_port)
+    return MultiprocExecutor(n, among=place if engines > 1 else None)

@@ -42,7 +42,10 @@ class DPLBClient:
         coordinator: socket.socket | None,
         balancer: LoadBalancer,
         owner: EngineGroup | None = None,
+        shares_experts: bool = False,
     ) -> None:
+        """`shares_experts`: engines step together, so all of them hear of a request."""
+        self.shares_experts = shares_experts
         self.socks, self.coordinator, self.balancer, self.owner = list(engines), coordinator, balancer, owner
         self.inbox: asyncio.Queue | None = None
         self.writers: list[asyncio.StreamWriter] = []
@@ -58,6 +61,9 @@ class DPLBClient:
         if kind is EngineCoreRequestType.ADD:
             engine = self.engine_of[content.request_id] = self.balancer.choose(content)
             self._write(engine, letter)
+            for other in range(len(self.socks)) if self.shares_experts else ():
+                if other != engine:
+                    self._write(other, (EngineCoreRequestType.START_DP_WAVE, None))
         elif kind is EngineCoreRequestType.ABORT:
             for engine, request_ids in self._by_engine(content).items():
                 self._write(engine, (kind, request_ids))
@@ -115,8 +121,8 @@ class DPLBClient:
         if isinstance(letter, EngineCoreReady):
             self.ready[engine] = letter
             return self._all_ready() if len(self.ready) == len(self.socks) else None
-        if isinstance(letter, Progress) and len(self.socks) > 1:
-            letter.text = f"engine {engine}: {letter.text}"
+        if len(self.socks) > 1:
+            self._say_which(engine, letter)
         if isinstance(letter, Reply):
             replies = self.replies[letter.call_id]
             replies.append(letter)
@@ -131,6 +137,12 @@ class DPLBClient:
                 self.stats[engine] = letter.scheduler_stats
                 letter.scheduler_stats = self.total(letter.scheduler_stats)
         return letter
+
+    def _say_which(self, engine: int, letter: Any) -> None:
+        if isinstance(letter, Progress):
+            letter.text = f"engine {engine}: {letter.text}"
+        elif isinstance(letter, Dead) and not letter.bad_input:  # which all engines would say
+            letter.error = f"engine {engine} of {len(self.socks)}: {letter.error}"
 
     def total(self, stats: Any) -> Any:
         """Gauges and sums of all engines together; what the step did is of the engine whose step it was."""

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.distributed.group import meeting_point
 from engine.parallel.executors import shutdown_all
 from engine.parallel.ranks import start_context
 from engine.serving.balancer import BALANCERS
 from engine.serving.coordinator import DPCoordinator
 from engine.serving.core_proc import Factory, serve_mailbox
 from engine.serving.dp_client import DPLBClient
+from engine.serving.dp_proc import DPEngineCoreProc
 from engine.serving.engine_mailbox import EngineMailbox
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
 from engine.serving.rendezvous import accept_engines, dial, say_aloud
@@ -53,6 +55,9 @@ class EngineGroup:
         self.ours: dict[tuple[int, int], socket.socket] = dict(remote or {})
         slots = range(num_clients + (num_engines > 1))
         local = [i for i in range(num_engines) if (i, 0) not in self.ours]
+        if getattr(args, "shares_experts", False):  # the workers of all engines are one group
+            self.store = meeting_point()
+            args = args.meeting_at(self.store.port)
         threads = max(1, torch.get_num_threads() // max(1, len(local)))
         atexit.register(self.join)
         for engine in local:
@@ -145,7 +150,8 @@ def serve_clients(mailbox: EngineMailbox, factory: Factory, args: Any) -> bool:
     def make_proc(engine: Any, send: Callable[[Any], None]) -> ParallelEngineCoreProc:
         if executor := getattr(engine.core.runner, "executor", None):
             mailbox.watched, mailbox.alive = executor.sentinels, executor.check_health
-        return ParallelEngineCoreProc(engine, send)
+        together = getattr(engine.core.runner, "lockstep", None) is not None
+        return DPEngineCoreProc(engine, send) if together else ParallelEngineCoreProc(engine, send)
 
     failed = serve_mailbox(factory, args, mailbox.send, mailbox.receive, make_proc)
     if failed:
@@ -169,7 +175,7 @@ def make_client(  # noqa: PLR0913  whose, to whom, and which of how many
 ) -> DPLBClient:
     """Front end `index` of `count`, with the routing that the flags ask for."""
     balancer = BALANCERS[args.data_parallel_routing](len(engines), index, count)
-    return DPLBClient(engines, coordinator, balancer, owner)
+    return DPLBClient(engines, coordinator, balancer, owner, getattr(args, "shares_experts", False))
 
 
 def run_headless(factory: Factory, args: Any, say: Callable[[str], None] = say_aloud) -> int:

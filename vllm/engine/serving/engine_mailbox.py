@@ -125,7 +125,7 @@ class EngineMailbox:
             if self.owner.get(content.request_id, index) != index:
                 refused = {content.request_id: f"request_id {content.request_id!r}: is in use"}
                 self._send(index, EngineCoreOutputs(refused=refused))
-                return []
+                return [(EngineCoreRequestType.START_DP_WAVE, None)]  # of which others have been told
             self.owner[content.request_id] = index
         elif kind is EngineCoreRequestType.ABORT:
             for request_id in content:

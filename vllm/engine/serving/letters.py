@@ -19,6 +19,7 @@ class EngineCoreRequestType(enum.Enum):
 
     ADD = enum.auto()  # a Request
     ABORT = enum.auto()  # request ids
+    START_DP_WAVE = enum.auto()  # None: another engine, with which this one shares experts, has got a request
     UTILITY = enum.auto()  # (call id, name, *arguments): call one of EngineCoreProc.UTILITIES and send its result
 
 
