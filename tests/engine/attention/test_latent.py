@@ -124,7 +124,12 @@ def test_a_block_takes_its_latents_bytes():
 
 
 def test_the_caches_size_is_counted_in_latents(real_model):
-    llm = LLM(latent_model(), tokenizer=real_model[1], kv_cache_memory_bytes=64 * 2 * 16 * 48 * 4, max_model_len=64)
+    llm = LLM(
+        latent_model(device=DEVICE),
+        tokenizer=real_model[1],
+        kv_cache_memory_bytes=64 * 2 * 16 * 48 * 4,
+        max_model_len=64,
+    )
     assert llm.llm_engine.core.scheduler.kv_cache_manager.block_pool.num_blocks == 65, "and nobody's"
 
 
@@ -139,7 +144,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_go_with_latents_is_refused_by_name(real_model, what):
     with pytest.raises(common.InputError) as error:
-        LLM(latent_model(), tokenizer=real_model[1], max_model_len=64, **REFUSED[what])
+        LLM(latent_model(device=DEVICE), tokenizer=real_model[1], max_model_len=64, **REFUSED[what])
     assert str(error.value) == f"{what}: not with a model whose attention keeps latents (MLA)"
 
 
@@ -157,7 +162,7 @@ def answers(model, tokenizer, **about):
 ], ids=["plugged", "early exit"])  # fmt: skip
 def test_backends_that_know_no_latents_serve_them_too(real_model, about):
     """For `attend` it is MQA: lesson 10's backend, and a drafter's cache, keep keys and values that are the same."""
-    model, tokenizer = latent_model(COMPRESSED, num_hidden_layers=3), real_model[1]
+    model, tokenizer = latent_model(COMPRESSED, DEVICE, num_hidden_layers=3), real_model[1]
     assert answers(model, tokenizer, **about) == answers(model, tokenizer)
 
 
@@ -168,8 +173,8 @@ def test_latents_that_were_evicted_come_back_from_a_store(real_model, tmp_path, 
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     about = {"tokenizer": real_model[1], "max_model_len": 64, "num_gpu_blocks_override": 5}
     prompts = [[i] * 48 for i in range(5, 10)]
-    want = LLM(latent_model(), **about).generate(prompts[:1], params)[0].outputs[0].token_ids
-    llm = LLM(latent_model(), kv_offloading_size=0.01, **about)
+    want = LLM(latent_model(device=DEVICE), **about).generate(prompts[:1], params)[0].outputs[0].token_ids
+    llm = LLM(latent_model(device=DEVICE), kv_offloading_size=0.01, **about)
     for prompt in prompts:
         llm.generate([prompt], params)
     (again,) = llm.generate(prompts[:1], params)
@@ -196,7 +201,7 @@ def test_latents_go_to_the_wire_and_back(kernel, guarded):
 
 def test_a_prompt_is_computed_elsewhere():
     """Blocks of 16 tokens there and of 8 here; with the tokens of one engine."""
-    model, prompt = latent_model(COMPRESSED, moe=EXPERTS), [(7 * i) % 128 for i in range(43)]
+    model, prompt = latent_model(COMPRESSED, DEVICE, moe=EXPERTS), [(7 * i) % 128 for i in range(43)]
     with pair(model, "SharedMemoryConnector") as (prefill, decode):
         assert handed_over(prefill, decode, [prompt], 6) == [naive.generate(model, prompt, 6)]
         assert decode.scheduler.connector.stats["bytes_in"] == 43 * model.config.num_hidden_layers * 48 * 4
