@@ -84,18 +84,22 @@ def test_a_step_launches_the_kernel_once_a_layer():
     with common.use_kernels():
         ids, found = run(model, [(3, 0, 0, 0), (4, 2, 0, 0)], 4, math.nan)
     assert (kernel.launches, writes.launches) == (before[0] + 4, before[1] + 4), "two steps of two layers"
-    whole = model.forward(ids[0, :4], torch.arange(4, device=DEVICE), naive.recompute)
-    assert_close(found[0], whole)
+    for b, n in enumerate((4, 2)):
+        assert_close(found[b], model.forward(ids[b, :n], torch.arange(n, device=DEVICE), naive.recompute))
 
 
 def test_sequences_with_equally_many_tokens_go_together():
-    table, lens = torch.arange(1, 13).view(4, 3), torch.tensor([40, 39, 38, 6])
-    plan = plan_latents(table, [1, FEW_TOKENS + 1, 1, 2], lens, (13, 16, 48))
-    assert sorted(rows.tolist() for rows, *_ in plan) == [[0, 18], [*range(1, 18)], [19, 20]]
+    """Unless they have many: of those each is copied by itself, and the budget keeps them few."""
+    table, lens, many = torch.arange(1, 16).view(5, 3), torch.tensor([40, 39, 38, 6, 33]), FEW_TOKENS + 1
+    counts = [1, many, 1, 2, many]
+    plan = plan_latents(table, counts, lens, (16, 16, 48))
+    first, second, third = [*range(1, 1 + many)], [2 + many, 3 + many], [*range(4 + many, 4 + 2 * many)]
+    assert sorted(rows.tolist() for rows, *_ in plan) == [[0, 1 + many], first, second, third]
     for rows, blocks, dead, bias in plan:
         b, _, n, S = bias.shape
         assert b * n == len(rows) and len(blocks) * 16 == b * S
-        assert len(dead) == sum(-length % 16 for length in lens[[0, 2] if b == 2 else [1] if n > 2 else [3]].tolist())
+        ours = {0: [0, 2], 1: [1], 2 + many: [3], 4 + many: [4]}[int(rows[0])]
+        assert len(dead) == sum(-length % 16 for length in lens[ours].tolist())
 
 
 def test_padding_is_written_nowhere():
@@ -120,7 +124,12 @@ def test_a_block_takes_its_latents_bytes():
 
 
 def test_the_caches_size_is_counted_in_latents(real_model):
-    llm = LLM(latent_model(), tokenizer=real_model[1], kv_cache_memory_bytes=64 * 2 * 16 * 48 * 4, max_model_len=64)
+    llm = LLM(
+        latent_model(device=DEVICE),
+        tokenizer=real_model[1],
+        kv_cache_memory_bytes=64 * 2 * 16 * 48 * 4,
+        max_model_len=64,
+    )
     assert llm.llm_engine.core.scheduler.kv_cache_manager.block_pool.num_blocks == 65, "and nobody's"
 
 
@@ -135,7 +144,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_go_with_latents_is_refused_by_name(real_model, what):
     with pytest.raises(common.InputError) as error:
-        LLM(latent_model(), tokenizer=real_model[1], max_model_len=64, **REFUSED[what])
+        LLM(latent_model(device=DEVICE), tokenizer=real_model[1], max_model_len=64, **REFUSED[what])
     assert str(error.value) == f"{what}: not with a model whose attention keeps latents (MLA)"
 
 
@@ -153,7 +162,7 @@ def answers(model, tokenizer, **about):
 ], ids=["plugged", "early exit"])  # fmt: skip
 def test_backends_that_know_no_latents_serve_them_too(real_model, about):
     """For `attend` it is MQA: lesson 10's backend, and a drafter's cache, keep keys and values that are the same."""
-    model, tokenizer = latent_model(COMPRESSED, num_hidden_layers=3), real_model[1]
+    model, tokenizer = latent_model(COMPRESSED, DEVICE, num_hidden_layers=3), real_model[1]
     assert answers(model, tokenizer, **about) == answers(model, tokenizer)
 
 
@@ -164,8 +173,8 @@ def test_latents_that_were_evicted_come_back_from_a_store(real_model, tmp_path, 
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     about = {"tokenizer": real_model[1], "max_model_len": 64, "num_gpu_blocks_override": 5}
     prompts = [[i] * 48 for i in range(5, 10)]
-    want = LLM(latent_model(), **about).generate(prompts[:1], params)[0].outputs[0].token_ids
-    llm = LLM(latent_model(), kv_offloading_size=0.01, **about)
+    want = LLM(latent_model(device=DEVICE), **about).generate(prompts[:1], params)[0].outputs[0].token_ids
+    llm = LLM(latent_model(device=DEVICE), kv_offloading_size=0.01, **about)
     for prompt in prompts:
         llm.generate([prompt], params)
     (again,) = llm.generate(prompts[:1], params)
@@ -192,7 +201,7 @@ def test_latents_go_to_the_wire_and_back(kernel, guarded):
 
 def test_a_prompt_is_computed_elsewhere():
     """Blocks of 16 tokens there and of 8 here; with the tokens of one engine."""
-    model, prompt = latent_model(COMPRESSED, moe=EXPERTS), [(7 * i) % 128 for i in range(43)]
+    model, prompt = latent_model(COMPRESSED, DEVICE, moe=EXPERTS), [(7 * i) % 128 for i in range(43)]
     with pair(model, "SharedMemoryConnector") as (prefill, decode):
         assert handed_over(prefill, decode, [prompt], 6) == [naive.generate(model, prompt, 6)]
         assert decode.scheduler.connector.stats["bytes_in"] == 43 * model.config.num_hidden_layers * 48 * 4

@@ -53,6 +53,20 @@ def test_shards_are_the_model(kind, n, way):
     assert sum(held for _, held, _ in found) == whole(kind).num_parameters + (n - 1) * copied(whole(kind))
 
 
+def test_other_weights_are_other_latents():
+    """What a digest is for: a cache that was filled with other weights is of no use, whichever part is another."""
+    seen = {weights_digest(latent_model(COMPRESSED, moe=EXPERTS))}
+    for change in (
+        lambda mla: mla.kv_b.mul_(2), lambda mla: mla.q_norm.add_(1), lambda mla: mla.kv_norm.add_(1),
+    ):  # fmt: skip
+        model = latent_model(COMPRESSED, moe=EXPERTS)
+        change(model.mla[1])
+        seen.add(weights_digest(model))
+    model = latent_model(COMPRESSED, moe=EXPERTS)
+    model.moe[1].correction.add_(1)
+    assert len(seen | {weights_digest(model)}) == 5
+
+
 def numbers_of(model):
     return logits_of(model), model.num_parameters, weights_digest(model)
 
