@@ -27,11 +27,25 @@ SIZES = {
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS
+    | {
+        "intermediate_size": 48,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},  # a layer without, as some models have
 }
 # What a family with some windowed layers makes of this number: those from it on, or of those before it every other one.
-LAYERS = {"mistral": None, "mixtral": None, "qwen2": 1, "qwen3": 1, "qwen2_moe": 3, "qwen3_moe": None}
+LAYERS = {"mistral": None, "mixtral": None, "qwen2": 1, "qwen3": 1, "qwen2_moe": 3, "qwen3_moe": None, "gpt_oss": None}
 
 
 def make_model(family: str, folder: Path, seed: int = 0, window: int | None = None, **sizes: Any) -> Any:
@@ -61,6 +75,8 @@ def make_model(family: str, folder: Path, seed: int = 0, window: int | None = No
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "norm.weight")):  # which begin as zeros and ones
             parameter.data += 0.2 * torch.randn_like(parameter)
+        if name.endswith("sinks"):  # as heavy as a few keys
+            parameter.data += 1 + torch.randn_like(parameter)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))

@@ -49,6 +49,10 @@ def shard_tensor(name: str, tensor: torch.Tensor, config: LlamaConfig, group: Gr
     rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
     if config.moe and config.moe.expert_parallel and ".experts." in name:
         return tensor  # a rank asks for its own alone
+    if ".experts." in name and (layer, kind) == ("down_proj", "bias") and rank:
+        return torch.zeros_like(tensor)  # or the sum over ranks would contain it n times
+    if kind == "sinks":
+        return QKVParallelLinear.shard(tensor, rank, n, config.num_attention_heads)
     heads = {
         "q_proj": config.num_attention_heads,
         "k_proj": config.num_key_value_heads,
@@ -79,6 +83,8 @@ def model_tensors(model: llama.Llama) -> Tensors:
         p = f"model.layers.{i}"
         found[f"{p}.input_layernorm.weight"] = model.input_norm[i]
         found[f"{p}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
+        if c.attention_sinks:
+            found[f"{p}.self_attn.sinks"] = model.sinks[i]
         if c.qk_norm:
             found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
             found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
@@ -106,6 +112,8 @@ def expert_tensors(layer: MoELayer, prefix: str) -> dict[str, torch.Tensor]:
     """The weights of a whole layer of experts under Qwen's names: views into its stacks."""
     experts: Any = layer.experts  # floats: nobody cuts a model in memory that has codes
     found = {f"{prefix}.gate.weight": layer.gate}
+    if layer.gate_bias is not None:
+        found[f"{prefix}.gate.bias"] = layer.gate_bias
     if layer.shared_gate is not None:
         found[f"{prefix}.shared_expert_gate.weight"] = layer.shared_gate
     for i, expert in enumerate(experts.held):
@@ -113,4 +121,8 @@ def expert_tensors(layer: MoELayer, prefix: str) -> dict[str, torch.Tensor]:
         gate, up = experts.gate_up[i].chunk(2)
         found |= {f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": up}
         found[f"{name}.down_proj.weight"] = experts.down[i]
+        if experts.down_bias is not None:
+            gate, up = experts.gate_up_bias[i].chunk(2)
+            found |= {f"{name}.gate_proj.bias": gate, f"{name}.up_proj.bias": up}
+            found[f"{name}.down_proj.bias"] = experts.down_bias[i]
     return found

@@ -89,7 +89,7 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
 def attention_of(model: LlamaConfig, config: VllmConfig, groups: Sequence[KVCacheGroup] = ()) -> AttentionBackend:
     """The backend for what this model's layers see, in `groups` with a table each, or all with one. Raises InputError
     for one that does not know it."""
-    if not model.sliding_windows:
+    if not (model.sliding_windows or model.attention_sinks):
         return find_attention(config)
     for name, used in (
         ("kv_cache_dtype", config.kv_cache_dtype != "auto"),
@@ -97,7 +97,7 @@ def attention_of(model: LlamaConfig, config: VllmConfig, groups: Sequence[KVCach
         ("plug attention", "attention" in config.plug),
     ):
         if used:
-            raise common.InputError(f"{name}: not for a model whose layers have windows")
+            raise common.InputError(f"{name}: not for a model whose layers have windows or sinks")
     return WindowedAttention([group.layers for group in groups] or [range(model.num_hidden_layers)])
 
 
