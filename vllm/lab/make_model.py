@@ -32,6 +32,20 @@ LATENTS = EXPERTS | {
 }  # fmt: skip
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
+    "gpt_oss": EXPERTS
+    | {
+        "intermediate_size": 48,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},  # a layer without, as some models have
     "deepseek_v2": LATENTS | {"q_lora_rank": None},  # as V2-Lite
@@ -40,7 +54,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "mscale": 0.7, "mscale_all_dim": 1.0}},
 }  # fmt: skip
 # What a family with some windowed layers makes of this number: those from it on, or of those before it every other one.
-LAYERS = {"mistral": None, "mixtral": None, "qwen2": 1, "qwen3": 1, "qwen2_moe": 3, "qwen3_moe": None}
+LAYERS = {"mistral": None, "mixtral": None, "qwen2": 1, "qwen3": 1, "qwen2_moe": 3, "qwen3_moe": None, "gpt_oss": None}
 
 
 def make_model(family: str, folder: Path, seed: int = 0, window: int | None = None, **sizes: Any) -> Any:
@@ -70,6 +84,8 @@ def make_model(family: str, folder: Path, seed: int = 0, window: int | None = No
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("bias", "norm.weight")):  # which begin as zeros and ones
             tensor.data += 0.2 * torch.randn_like(tensor)
+        if name.endswith("sinks"):  # as heavy as a few keys
+            tensor.data += 1 + torch.randn_like(tensor)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))

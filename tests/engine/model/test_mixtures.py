@@ -120,14 +120,7 @@ def test_what_makes_no_layer_is_refused_by_name(tmp_path_factory, tmp_path, what
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["GptOssForCausalLM"])
-def test_families_whose_attention_is_not_here_are_refused_with_the_reason(tmp_path, name):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "x"}))
-    with pytest.raises(common.InputError, match=f"{name} is not supported: its attention"):
-        LlamaConfig.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_what_a_config_leaves_out_is_what_transformers_assumes(tmp_path, family):
     from transformers import AutoConfig
 

@@ -16,6 +16,7 @@ from engine.config import VllmConfig
 from engine.llm import LLM
 from engine.model import loader
 from engine.model.config import LlamaConfig
+from engine.quantization.loader import load_model
 from engine.request import SamplingParams
 from engine.worker.assemble import attention_of
 from lab.make_model import make_model
@@ -25,6 +26,7 @@ WINDOW = 20
 SLIDES = {  # which of three layers have the window
     "mistral": (True, True, True), "mixtral": (True, True, True), "qwen3_moe": (True, True, True),
     "qwen2": (False, True, True), "qwen3": (False, True, True), "qwen2_moe": (True, False, True),
+    "gpt_oss": (True, False, True),  # which has sinks, too
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_logits_equal_transformers(name, tmp_path):
 
 
 @pytest.fixture(scope="module", params=[
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2_moe")), "qwen3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2_moe")), "qwen3", "gpt_oss",
 ])  # fmt: skip
 def family(request, tmp_path_factory):
     """(folder, Transformers' model) of a small random model."""
@@ -115,9 +117,12 @@ def test_what_makes_no_window_is_refused_by_name(tmp_path, changes, words):
 
 @pytest.mark.parametrize("about", [{"kv_cache_dtype": "fp8"}, {"attention_backend": "paged"},
                                    {"plug": {"attention": object}}], ids=str)  # fmt: skip
-def test_attention_that_knows_no_windows_is_refused_by_name(about, tiny_model):
-    windowed = dataclasses.replace(tiny_model.config, sliding_windows=(8, None))
-    with pytest.raises(common.InputError, match=f"{next(iter(about))}.*: not for a model whose layers have windows"):
+@pytest.mark.parametrize("kind", [{"sliding_windows": (8, None)}, {"attention_sinks": True}], ids=str)
+def test_attention_that_knows_no_windows_is_refused_by_name(about, kind, tiny_model):
+    windowed = dataclasses.replace(tiny_model.config, **kind)
+    with pytest.raises(
+        common.InputError, match=f"{next(iter(about))}.*: not for a model whose layers have windows or sinks"
+    ):
         attention_of(windowed, VllmConfig(**about))
 
 
@@ -126,3 +131,58 @@ def test_a_story_that_knows_no_windows_takes_no_shorter_one(tmp_path):
     loader.check_context(str(tmp_path / "m"), WINDOW)
     with pytest.raises(common.InputError, match="--model: a window of 20 tokens is too short; this story takes 21"):
         loader.check_context(str(tmp_path / "m"), WINDOW + 1)
+    make_model("gpt_oss", tmp_path / "s", vocab_size=99)
+    with pytest.raises(common.InputError, match="--model: this story's attention has no sinks, and this model's has"):
+        loader.check_context(str(tmp_path / "s"), 2)
+
+
+# --- gpt-oss ----------------------------------------------------------------------------------------------------------
+
+
+def gpt_oss_config(**changes):
+    return {"architectures": ["GptOssForCausalLM"], "vocab_size": 300, "hidden_size": 256, "intermediate_size": 96,
+            "num_hidden_layers": 4, "num_attention_heads": 8} | changes  # fmt: skip
+
+
+def test_what_a_gpt_oss_leaves_out(tmp_path):
+    """Every second layer slides, from the first on; a window of 128; YaRN by 32; biases."""
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss_config(model_type="gpt_oss")))
+    theirs, config = AutoConfig.from_pretrained(tmp_path), LlamaConfig.from_folder(tmp_path)
+    assert config.sliding_windows == (128, None, 128, None) and theirs.sliding_window == 128
+    assert [t == "sliding_attention" for t in theirs.layer_types] == [True, False, True, False]
+    assert config.attention_sinks and config.moe.bias and config.moe.activation == "swiglu_oai"
+    assert config.attention_bias is theirs.attention_bias is True
+    theirs = dict(theirs.rope_parameters)
+    assert (theirs.pop("rope_theta"), theirs) == (config.rope_theta, config.rope_scaling)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"swiglu_limit": 5.0}, r"swiglu_limit 5.0 is not supported; allowed: 7.0"),
+    ({"swiglu_alpha": 1.0}, r"swiglu_alpha 1.0 is not supported; allowed: 1.702"),
+    ({"num_local_experts": 0}, "num_experts is 0"),
+], ids=str)  # fmt: skip
+def test_another_gpt_oss_is_refused_by_name(tmp_path, changes, words):
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss_config(**changes)))
+    with pytest.raises(common.InputError, match=words):
+        LlamaConfig.from_folder(tmp_path)
+
+
+def test_its_published_weights_are_in_mxfp4_and_refused_by_name(tmp_path):
+    """Four bits as they are stored there, or made here, need a kernel that knows biases and the cut gate."""
+    folder = tmp_path / "m"
+    make_model("gpt_oss", folder, vocab_size=99)
+    with pytest.raises(common.InputError, match="--quantization int8: not for experts with biases"):
+        load_model(str(folder), torch.float32, "int8")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(common.InputError, match="quant_method 'mxfp4'; allowed: "):
+        load_model(str(folder), torch.float32, None)
+
+
+def test_dummy_weights_have_sinks_and_biases(tmp_path):
+    make_model("gpt_oss", tmp_path / "m", vocab_size=99)
+    model, _ = loader.load(str(tmp_path / "m"), load_format="dummy", device=torch.device("cpu"))
+    assert len(model.sinks) == 3 and model.moe[0].gate_bias is not None
+    assert model.num_parameters == loader.load(str(tmp_path / "m"), device=torch.device("cpu"))[0].num_parameters

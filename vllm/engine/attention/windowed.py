@@ -39,6 +39,7 @@ class WindowedKVCache:
         layers = range(config.num_hidden_layers)
         self.layers = [memory[place[layer][1]] for layer in layers]
         self.kinds = [(place[layer][0], config.window(layer)) for layer in layers]  # of each, its group and its window
+        self.sinks = model.sinks or [None] * len(self.layers)
         self.block_size, self.num_heads = block_size, model.num_heads
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -46,7 +47,7 @@ class WindowedKVCache:
 
 
 class WindowedAttention:
-    """An `AttentionBackend` for a model some of whose layers have a window."""
+    """An `AttentionBackend` for a model some of whose layers have a window, or sinks."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         """`groups` as in `WindowedKVCache`."""
@@ -70,13 +71,13 @@ class WindowedAttention:
                 plans[group, window] = self.plan_torch(tables[group], *where, window)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            kv_cache, (group, window) = cache.layers[layer], cache.kinds[layer]
+            kv_cache, (group, window), sinks = cache.layers[layer], cache.kinds[layer], cache.sinks[layer]
             self.write(k, v, kv_cache, slots[group])
             if plans:
-                return self.run_torch(plans[group, window], q, kv_cache)
+                return self.run_torch(plans[group, window], q, kv_cache, sinks)
             table, lens = tables[group], meta.seq_lens
-            if longest == 1 and window is None:  # a long context is spread over the GPU
+            if longest == 1 and window is None and sinks is None:  # a long context is spread over the GPU
                 return self.paged_decode(q, kv_cache, table, lens, meta.max_seq_len)
-            return self.unified(q, kv_cache, table, meta.query_start_loc, lens, longest, window)
+            return self.unified(q, kv_cache, table, meta.query_start_loc, lens, longest, window, sinks)
 
         return attend

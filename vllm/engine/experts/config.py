@@ -31,6 +31,8 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0  # of the expert that every token visits; 0: there is none
     shared_gate: bool = False  # and what it says is weighted, token by token: Qwen2's
+    bias: bool = False  # of the router, and of every matrix of an expert: gpt-oss
+    activation: str = "silu"  # one of `layer.ACTIVATIONS`
     dense_layers: tuple[int, ...] = ()  # these have one MLP, as every layer of a Llama
     expert_parallel: str | None = None  # None: a rank has a slice of every expert; else one of ALL2ALL_BACKENDS
     eplb_step_interval: int = 0  # experts move after so many steps; 0: they stay where they are
@@ -53,6 +55,7 @@ ABSENT: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
                   "shared_expert_intermediate_size": 5632},
+    "gpt_oss": {"num_experts": 128, "num_experts_per_tok": 4},
     "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "deepseek_v2": {"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2},
     "deepseek_v3": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
@@ -72,11 +75,12 @@ def read_moe_config(raw: Mapping[str, Any], family: str, where: Any) -> MoEConfi
     named = {name: raw[name] for name in ("num_experts", "num_local_experts") if raw.get(name) is not None}
     if len(set(map(repr, named.values()))) > 1:
         raise common.InputError(f"{where}: num_experts is {named['num_experts']!r}, num_local_experts another number")
-    size = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    alike = family in ("mixtral", "gpt_oss")  # every layer has experts, and their weights add up to one
+    size = "intermediate_size" if alike else "moe_intermediate_size"
     shared = "shared_expert_intermediate_size" if family == "qwen2_moe" else None
     num_experts = next(iter(named.values()), given["num_experts"])
 
-    renormalize = True if family == "mixtral" else given.get("norm_topk_prob", False)
+    renormalize = True if alike else given.get("norm_topk_prob", False)
     if type(renormalize) is not bool:
         raise common.InputError(f"{where}: norm_topk_prob is {renormalize!r}, expected true or false")
     num_experts = positive("num_experts", num_experts, 2**16)
@@ -87,7 +91,9 @@ def read_moe_config(raw: Mapping[str, Any], family: str, where: Any) -> MoEConfi
         renormalize,
         shared_intermediate_size=positive(shared, given[shared]) if shared else 0,
         shared_gate=shared is not None,
-        dense_layers=() if family == "mixtral" else _dense_layers(given, where, positive),
+        bias=family == "gpt_oss",
+        activation="swiglu_oai" if family == "gpt_oss" else "silu",
+        dense_layers=() if alike else _dense_layers(given, where, positive),
     )
 
 

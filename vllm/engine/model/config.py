@@ -24,16 +24,13 @@ from engine.model.tokenizer import special_tokens
 from engine.model.weights import open_weights
 
 # Names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone; Qwen3's has
-# none, and norms every head of a query and of a key. Five have experts in the place of an MLP, and of these DeepSeek's
-# two keep latents in the place of keys and values.
+# none, and norms every head of a query and of a key. Six have experts in the place of an MLP. Of these, gpt-oss has
+# sinks, of each head a score that takes its part of every softmax, and DeepSeek's two keep latents in the place of keys
+# and values.
 FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
             "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
-            "Qwen3MoeForCausalLM": "qwen3_moe", "DeepseekV2ForCausalLM": "deepseek_v2",
-            "DeepseekV3ForCausalLM": "deepseek_v3"}  # fmt: skip
-# Families whose experts are here, and whose attention is not.
-NOT_HERE = {
-    "GptOssForCausalLM": "its attention has sinks, and windows in every second layer",
-}
+            "Qwen3MoeForCausalLM": "qwen3_moe", "GptOssForCausalLM": "gpt_oss",
+            "DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}  # fmt: skip
 # What Transformers, and so vLLM, takes for a field that `config.json` leaves out.
 ABSENT: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
@@ -51,6 +48,21 @@ ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4},
     "deepseek_v2": {"max_position_embeddings": 2048, "eos_token_id": 2},
     "deepseek_v3": {"max_position_embeddings": 4096, "eos_token_id": 1},
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 # Fields that change logits in Transformers or in vLLM and are not implemented here: the only value that changes none.
 NEUTRAL: dict[str, Any] = {
@@ -81,6 +93,7 @@ NEUTRAL_IN = {
         "topk_method": "noaux_tc",
         "rope_interleave": True,
     },
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
 LATENT = ("deepseek_v2", "deepseek_v3")  # families with latent attention
 NEUTRAL_ROPE = {"partial_rotary_factor": 1, "rope_dim": None, "use_fope": False}
@@ -108,6 +121,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qkv_bias: bool = False  # Qwen2's
     qk_norm: bool = False  # Qwen3's
+    attention_sinks: bool = False  # gpt-oss's
     moe: MoEConfig | None = None  # its layers of experts, if it has any
     # Of each layer, how many positions a query sees, its own among them; None: all. Empty: every layer sees all.
     sliding_windows: tuple[int | None, ...] = ()
@@ -129,7 +143,8 @@ class LlamaConfig:
         if raw.get("quantization_config") and not quantized:
             raise common.InputError(f"{folder}: quantization_config is not supported here; allowed: float weights")
         given = ABSENT[family] | raw
-        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # the second since Transformers 5
+        # The second since Transformers 5.
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or ABSENT[family].get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise common.InputError(f"{where}: rope_parameters is {rope!r}, expected an object")
         eos_token_ids, tokenizer_has_eos = _eos_token_ids(folder, given.get("eos_token_id"), generation_config)
@@ -162,6 +177,7 @@ class LlamaConfig:
                 mlp_bias=mlp_bias,
                 qkv_bias=family in ("qwen2", "qwen2_moe"),
                 qk_norm=family in ("qwen3", "qwen3_moe"),
+                attention_sinks=family == "gpt_oss",
                 moe=read_moe_config(raw, family, where),
                 sliding_windows=_sliding_windows(folder, raw, family, given["max_position_embeddings"]),
                 mla=mla,
@@ -241,8 +257,6 @@ def _family(folder: Path, raw: dict[str, Any]) -> str:
     named = [name for name in named if name]
     family = next((kind for name, kind in FAMILIES.items() if all(n in (name, kind) for n in named)), None)
     if family is None:
-        if why := next((NOT_HERE[name] for name in named if isinstance(name, str) and name in NOT_HERE), None):
-            raise common.InputError(f"{folder}: architecture {named[0]} is not supported: {why}")
         raise common.InputError(
             f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: {', '.join(FAMILIES)}"
         )
@@ -272,7 +286,7 @@ def _sliding_windows(folder: Path, raw: dict[str, Any], family: str, context: An
             f"{folder}: layer_types {types!r:.80} is not supported; allowed: of each layer full_attention or "
             "sliding_attention"
         )
-    window = raw.get("sliding_window", None if family in ("llama", "mixtral", *LATENT) else 4096)  # its default
+    window = raw.get("sliding_window", WINDOW.get(family, 4096))
     if not window or "sliding_attention" not in types or (family in USES and not raw.get("use_sliding_window", False)):
         return ()
     if type(window) is not int or window < 1:
@@ -289,6 +303,7 @@ def _sliding_windows(folder: Path, raw: dict[str, Any], family: str, context: An
     return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
 
 
+WINDOW = {"llama": None, "mixtral": None, "gpt_oss": 128} | dict.fromkeys(LATENT)  # where a config has none
 NO_WINDOWS = ("llama", *LATENT)
 ALL_ALIKE = ("mistral", "mixtral", "qwen3_moe")  # families of which every layer slides, or none
 USES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # families that must be told to use a window
@@ -298,6 +313,8 @@ def _slides(raw: dict[str, Any], family: str, layer: int) -> bool:
     """Whether a layer has a window where `layer_types` does not say: Transformers' rule for each family."""
     if family in ALL_ALIKE:
         return True
+    if family == "gpt_oss":
+        return layer % 2 == 0
     later = raw.get("max_window_layers", 28)
     if type(later) is not int:
         return family not in NO_WINDOWS
@@ -308,14 +325,14 @@ def _slides(raw: dict[str, Any], family: str, layer: int) -> bool:
 
 def _biases(folder: Path, raw: dict[str, Any], family: str) -> tuple[Any, Any]:
     """attention_bias and mlp_bias, as far as a family reads them."""
-    attention, mlp = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    attention, mlp = raw.get("attention_bias", family == "gpt_oss"), raw.get("mlp_bias", False)
     if family == "llama":
         return attention, mlp
     if family == "mistral" and (attention or mlp):
         # vLLM reads the fields and Transformers does not. So here there are those biases that are in the file.
         q, gate = _stored(folder, "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias")
         return q is not None and attention, gate is not None and mlp
-    return family in ("qwen3", "qwen3_moe") and attention, False
+    return family in ("qwen3", "qwen3_moe", "gpt_oss") and attention, False
 
 
 def _stored(folder: Path, *names: str) -> list[torch.Tensor | None]:

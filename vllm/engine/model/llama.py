@@ -94,6 +94,7 @@ class Llama:
         self.post_attention_norm: list[torch.Tensor] = []
         self.q_norm: list[torch.Tensor] = []  # [D] each, for all heads the same; a Llama has none
         self.k_norm: list[torch.Tensor] = []
+        self.sinks: list[torch.Tensor] = []  # [Hq] each: gpt-oss's
         self.linear: dict[str, Any] = {}  # `Linear`, or what took its place
         self.moe: dict[int, MoELayer] = {}
         self.mla: dict[int, MLALayer] = {}
@@ -122,6 +123,8 @@ class Llama:
         if c.qk_norm:
             self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
             self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
+        if c.attention_sinks:
+            self.sinks.append(self._own([get(f"{p}.self_attn.sinks", c.num_attention_heads)]))
         if c.mla:
             self.mla[i], found = self._mla_layer(f"{p}.self_attn", c.mla, get, pack)
         else:
@@ -167,19 +170,26 @@ class Llama:
         """A router, and those experts that are held, each tensor copied to its place in a stack."""
         H, I, held = self.config.hidden_size, moe.intermediate_size, moe.experts_held
         make = functools.partial(torch.empty, dtype=self.dtype, device=self.device)
-        gate_up, down = make(len(held), 2 * I, H), make(len(held), H, I)
+        experts = StackedExperts(held, make(len(held), 2 * I, H), make(len(held), H, I), activation=moe.activation)
+        if moe.bias:
+            experts.gate_up_bias, experts.down_bias = make(len(held), 2 * I), make(len(held), H)
         for i, expert in enumerate(held):
             name = f"{prefix}.experts.{expert}"
-            gate_up[i, :I].copy_(get(f"{name}.gate_proj.weight", I, H))
-            gate_up[i, I:].copy_(get(f"{name}.up_proj.weight", I, H))
-            down[i].copy_(get(f"{name}.down_proj.weight", H, I))
+            for kind, gate_up, down, columns in (
+                ("weight", experts.gate_up, experts.down, ((H,), (I,))),
+                ("bias", experts.gate_up_bias, experts.down_bias, ((), ())),
+            ):
+                if gate_up is not None and down is not None:
+                    gate_up[i, :I].copy_(get(f"{name}.gate_proj.{kind}", I, *columns[0]))
+                    gate_up[i, I:].copy_(get(f"{name}.up_proj.{kind}", I, *columns[0]))
+                    down[i].copy_(get(f"{name}.down_proj.{kind}", H, *columns[1]))
         shared_gate = self._own([get(f"{prefix}.shared_expert_gate.weight", 1, H)]) if moe.shared_gate else None
         gate = self._own([get(f"{prefix}.gate.weight", moe.num_experts, H)])
+        gate_bias = self._own([get(f"{prefix}.gate.bias", moe.num_experts)]) if moe.bias else None
         correction = None
         if moe.corrected:  # as exact as it was trained: it decides between scores that are nearly equal
             correction = get(f"{prefix}.gate.e_score_correction_bias", moe.num_experts).to(self.device, torch.float32)
-        experts = StackedExperts(held, gate_up, down)
-        return MoELayer(moe, gate, experts, correction=correction, shared_gate=shared_gate)
+        return MoELayer(moe, gate, experts, gate_bias, correction, shared_gate)
 
     @torch.inference_mode()
     def forward(
@@ -283,8 +293,8 @@ class Llama:
 
     @property
     def norms(self) -> list[torch.Tensor]:
-        """Of all layers."""
-        return [*self.input_norm, *self.post_attention_norm, *self.q_norm, *self.k_norm]
+        """Of all layers, and their sinks, which are as small."""
+        return [*self.input_norm, *self.post_attention_norm, *self.q_norm, *self.k_norm, *self.sinks]
 
     @property
     def num_parameters(self) -> int:
@@ -352,6 +362,8 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = (c.moe.num_experts,)
         if c.qk_norm:
             shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+        if c.attention_sinks:
+            shapes[f"model.layers.{i}.self_attn.sinks"] = (c.num_attention_heads,)
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)

@@ -44,6 +44,8 @@ def check_context(path_or_id: str | None, tokens: int) -> LlamaConfig:
     config = LlamaConfig.from_folder(folders.model_folder(path_or_id))
     if (context := config.max_position_embeddings) < tokens:
         raise common.InputError(f"--model: a context of {context} tokens is too short; this story takes {tokens}")
+    if config.attention_sinks:
+        raise common.InputError("--model: this story's attention has no sinks, and this model's has")
     if (window := min(filter(None, config.sliding_windows), default=tokens)) < tokens:
         raise common.InputError(f"--model: a window of {window} tokens is too short; this story takes {tokens}")
     return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,35 @@ def open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], t
 
     def tensor(name: str) -> torch.Tensor | None:
         name = alias.get(name, name)
+        if name not in where and (part := part_of_stack(where, name)) is not None:
+            return part
         if name not in where and ".mlp." in name:
             name = other_name(name)
         return where[name].get_tensor(name) if name in where else None
 
     return tensor
+
+
+def part_of_stack(where: dict[str, Any], name: str) -> torch.Tensor | None:
+    """Of a tensor of experts under Qwen's name, what a gpt-oss's file has of it; None if that is not in this one.
+
+    There a layer's experts are one tensor, whose matrices are transposed, and a row of a gate and one of an up take
+    turns. mlp.experts.3.up_proj.weight [I, H] -> mlp.experts.gate_up_proj [E, H, 2·I], of expert 3 every second column.
+    """
+    found = re.fullmatch(r"(.*\.mlp)\.(?:gate|experts\.(\d+)\.(gate|up|down)_proj)\.(weight|bias)", name)
+    if found is None:
+        return None
+    prefix, expert, part, kind = found.groups()
+    if expert is None:
+        name = f"{prefix}.router.{kind}"
+        return where[name].get_tensor(name) if name in where else None
+    name = f"{prefix}.experts.{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
+    if name not in where:
+        return None
+    tensor = where[name].get_slice(name)[int(expert)]
+    if part != "down":
+        tensor = tensor[..., part == "up" :: 2]
+    return tensor.mT if kind == "weight" else tensor
 
 
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -209,24 +209,21 @@ def dispatch(  # noqa: PLR0913  three tensors of a layer, and who answers
 def moved(local: StackedExperts, group: GroupCoordinator, old: Placement, new: Placement) -> StackedExperts:
     """This rank's experts under another placement: each comes from the first slot that had it, in one all-to-all."""
     source = {expert: slot for slot, expert in reversed(list(enumerate(old.experts)))}
-    r, (gate_up, down) = group.rank_in_group, local.matrices
+    r, names = group.rank_in_group, ("gate_up", "down", "gate_up_bias", "down_bias")
+    parts = {name: part for name in names if (part := getattr(local, name)) is not None}
     wanted = [[source[new.experts[slot]] for slot in new.slots(rank)] for rank in range(new.ranks)]  # old slots
     leaving = [[slot - old.slots(r).start for slot in slots if slot in old.slots(r)] for slots in wanted]
-    index = torch.tensor([i for part in leaving for i in part], dtype=torch.int64, device=down.device)
-    flat = torch.cat((gate_up.flatten(1), down.flatten(1)), 1)[index]
+    index = torch.tensor([i for part in leaving for i in part], dtype=torch.int64, device=local.down.device)
+    flat = torch.cat([part.flatten(1) for part in parts.values()], 1)[index]
     arrived, _ = group.all_to_all(flat, [len(part) for part in leaving])
     # They come by sender, and of each in the order in which they are wanted here.
     senders = [old.owner(slot) for slot in wanted[r]]
     places = sorted(range(len(senders)), key=lambda i: senders[i])
     rows = torch.empty_like(arrived)
-    rows[torch.tensor(places, dtype=torch.int64, device=down.device)] = arrived
-    first, second = rows.split((gate_up[0].numel(), down[0].numel()), 1)
-    return dataclasses.replace(
-        local,
-        held=new.slots(r),
-        gate_up=first.unflatten(1, gate_up.shape[1:]).contiguous(),
-        down=second.unflatten(1, down.shape[1:]).contiguous(),
-    )
+    rows[torch.tensor(places, dtype=torch.int64, device=local.down.device)] = arrived
+    pieces = rows.split([part[0].numel() for part in parts.values()], 1)
+    fresh = {name: x.unflatten(1, parts[name].shape[1:]).contiguous() for name, x in zip(parts, pieces)}
+    return dataclasses.replace(local, held=new.slots(r), **fresh)
 
 
 def shared_by(layer: MoELayer, tp: GroupCoordinator, ep: GroupCoordinator) -> MoELayer:

@@ -51,6 +51,10 @@ def shard_tensor(name: str, tensor: torch.Tensor, config: LlamaConfig, group: Gr
     rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
     if config.moe and config.moe.expert_parallel and ".experts." in name:
         return tensor  # a rank asks for its own alone
+    if ".experts." in name and (layer, kind) == ("down_proj", "bias") and rank:
+        return torch.zeros_like(tensor)  # or the sum over ranks would contain it n times
+    if kind == "sinks":
+        return QKVParallelLinear.shard(tensor, rank, n, config.num_attention_heads)
     heads = {
         "q_proj": config.num_attention_heads,
         "q_b_proj": config.num_attention_heads,
@@ -83,6 +87,8 @@ def model_tensors(model: llama.Llama) -> Tensors:
         p = f"model.layers.{i}"
         found[f"{p}.input_layernorm.weight"] = model.input_norm[i]
         found[f"{p}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
+        if c.attention_sinks:
+            found[f"{p}.self_attn.sinks"] = model.sinks[i]
         if c.qk_norm:
             found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
             found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
@@ -131,6 +137,8 @@ def expert_tensors(layer: MoELayer, prefix: str) -> dict[str, torch.Tensor]:
     found = {f"{prefix}.gate.weight": layer.gate}
     if layer.correction is not None:
         found[f"{prefix}.gate.e_score_correction_bias"] = layer.correction
+    if layer.gate_bias is not None:
+        found[f"{prefix}.gate.bias"] = layer.gate_bias
     if layer.shared_gate is not None:
         found[f"{prefix}.shared_expert_gate.weight"] = layer.shared_gate
     for i, expert in enumerate(experts.held):
@@ -138,4 +146,8 @@ def expert_tensors(layer: MoELayer, prefix: str) -> dict[str, torch.Tensor]:
         gate, up = experts.gate_up[i].chunk(2)
         found |= {f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": up}
         found[f"{name}.down_proj.weight"] = experts.down[i]
+        if experts.down_bias is not None:
+            gate, up = experts.gate_up_bias[i].chunk(2)
+            found |= {f"{name}.gate_proj.bias": gate, f"{name}.up_proj.bias": up}
+            found[f"{name}.down_proj.bias"] = experts.down_bias[i]
     return found

@@ -145,6 +145,8 @@ def quantize_model(
             f"--quantization {method}: not for a model with experts, each of which sees some tokens of a text alone; "
             f"allowed: {allowed}"
         )
+    if model.config.moe and model.config.moe.bias:
+        raise common.InputError(f"--quantization {method}: not for experts with biases")
     if method == "gguf":
         return on_codes(model, gguf_codes(model.config))
     if method == "torchao":

@@ -92,7 +92,7 @@ def attention_of(model: LlamaConfig, config: VllmConfig, groups: Sequence[KVCach
     for one that does not know it."""
     if model.mla and "attention" not in config.plug:
         return LatentAttention()
-    if not model.sliding_windows:
+    if not (model.sliding_windows or model.attention_sinks):
         return find_attention(config)
     for name, used in (
         ("kv_cache_dtype", config.kv_cache_dtype != "auto"),
@@ -100,7 +100,7 @@ def attention_of(model: LlamaConfig, config: VllmConfig, groups: Sequence[KVCach
         ("plug attention", "attention" in config.plug),
     ):
         if used:
-            raise common.InputError(f"{name}: not for a model whose layers have windows")
+            raise common.InputError(f"{name}: not for a model whose layers have windows or sinks")
     return WindowedAttention([group.layers for group in groups] or [range(model.num_hidden_layers)])
 
 
