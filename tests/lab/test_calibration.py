@@ -63,10 +63,12 @@ def test_a_slow_round_is_nobodys():
 
     found = calibrate(time_batch, grid, COSTS, seconds=60, most_rounds=5)
     assert calls == 5 * once and max(map(abs, found.errors)) < 0.02
+    assert dict(found.step.curve)[512] == pytest.approx(0.31, rel=0.01)
 
 
 def test_admission_does_not_count_in_short_steps():
-    """The first run of each batch takes 10 ms longer here: of a long step that is little, of a short one everything."""
+    """The first run of each batch takes 10 ms longer here: of a long step that is little, of a short one everything,
+    but of four it is the median that counts."""
 
     def time_batch(batch, repeats):
         seconds = TRUE.seconds(step_work(batch))
@@ -148,11 +150,12 @@ def test_the_largest_batch_fits(small_timer):
 
 def test_what_is_printed(capsys):
     step = MeasuredStep(((1, 0.01), (512, 0.3)), 1e-4, 2e-6, 3e-6, 4e-8, (1e-4, 2e-3, 1e-6, 1e-7, 1e-7, 1e-9))
-    found = Calibration(step, (0.01, -0.03, 0.02), 40, (0.3, -0.5, 0.1), ((((1, 9),), 0.01),) * 3)
+    found = Calibration(step, (0.01, -0.03, 0.02), (0.3, -0.5, 0.1), ((step_work([(1, 9)]), 0.01),) * 43)
     print_calibration(found)
     text = " ".join(capsys.readouterr().out.split())
-    for said in ("512 tokens 300.00 ms ± 2.00", "a sequence 100.0000 µs ± 1.0000", "median error is 2.0%",
-                 "worst 3.0%", "30.0%, 50.0%"):  # fmt: skip
+    assert found.to_json()["timed"][0] == [1, 1, 9, 0, 0, 10.0] and found.to_json()["errors"]["worst"] == 0.03
+    for said in ("40 batches fitted", "512 tokens 300.00 ms ± 2.00", "a sequence 100.0000 µs ± 1.0000",
+                 "median error is 2.0%", "worst 3.0%", "30.0%, 50.0%"):  # fmt: skip
         assert said in text
 
 

@@ -122,7 +122,8 @@ def test_errors_by_hand():
     assert found["errors"]["e2el"]["p99"] == pytest.approx(0.1) and found["errors"]["tpot"]["mean"] == 0
     assert found["errors"]["ttft"]["mean"] == pytest.approx(0.05)
     assert found["per_request"]["ttft"]["median"] == pytest.approx(0.1), "of 10, 10, 0 and 20 %"
-    assert found["ttft_ms"] == [[100.0] * 4, [110.0, 90.0, 100.0, 120.0]]
+    assert found["seen"][1] == [0, 2, 0.0, 100.0, 300.0]
+    assert found["predicted_ttft_ms"] == [110.0, 90.0, 100.0, 120.0]
 
 
 def test_serve_takes_the_flags():
@@ -165,7 +166,7 @@ def test_a_run_against_a_server(tmp_path, capsys):
             client.send([Prompt([1] * 1020, 1020, 100)], [0.0])
     assert set(found["loads"]) == set(served_check.LOADS)
     for load in found["loads"].values():
-        seen, predicted = load["e2el_ms"]
+        seen, predicted = [row[-1] for row in load["seen"]], load["predicted_e2el_ms"]
         assert len(seen) == len(predicted) == load["requests"] >= 8 and min(seen + predicted) > 0
         assert all(math.isfinite(x) for rules in load["errors"].values() for x in rules.values())
     json.dumps(found)

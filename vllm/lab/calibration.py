@@ -135,17 +135,13 @@ class Calibration:
 
     step: MeasuredStep
     errors: tuple[float, ...]
-    fitted: int
     maximum: tuple[float, ...]  # the same of `step_time`'s rates, fitted to the same batches
-    left_out: tuple[tuple[Batch, float], ...]  # these batches, and the seconds that they took
+    timed: tuple[tuple[StepWork, float], ...]  # all batches, those left out at the end, and the seconds that they took
 
     def to_json(self) -> dict[str, Any]:
-        """Rates, and the errors with what they are of: [tokens, sequences, milliseconds, error]."""
-        rows = [
-            [work.tokens, work.sequences, round(1e3 * took, 3), round(error, 4)]
-            for (batch, took), error in zip(self.left_out, self.errors) for work in [step_work(batch)]
-        ]  # fmt: skip
-        return {**self.step.to_json(), "batches": self.fitted, "left_out": rows,
+        """Rates, errors, and what they come from: [tokens, sequences, Σ S of decodes, of prompts, pairs, ms]."""
+        rows = [[*work[:5], round(1e3 * took, 3)] for work, took in self.timed]
+        return {**self.step.to_json(), "timed": rows, "left_out": len(self.errors),
                 "errors": sizes(self.errors), "errors_of_a_maximum": sizes(self.maximum)}  # fmt: skip
 
 
@@ -171,8 +167,7 @@ def calibrate(
     start = time.perf_counter()
     for done in range(1, most_rounds + 1):
         for batch, found in zip(batches, times):
-            # Short steps are the noisy ones, and cost little; of a long one, admission is no part worth mentioning.
-            found += time_batch(batch, 2) if sum(q for q, _ in batch) > 100 else time_batch(batch, 4)[1:]
+            found += time_batch(batch, 2 if sum(q for q, _ in batch) > 100 else 4)  # short ones are noisy, and cheap
         spent = time.perf_counter() - start
         if spent * (done + 1) / done > seconds:
             break
@@ -182,7 +177,7 @@ def calibrate(
     step = solve(works[:n], medians[:n], [T for T in CURVE if T in tokens])
     errors = tuple(step.seconds(work) / took - 1 for work, took in zip(works[n:], medians[n:]))
     maximum = tuple(maximum_errors(costs, works, medians, n).tolist())
-    return Calibration(step, errors, n, maximum, tuple(zip(grid.left_out, medians[n:])))
+    return Calibration(step, errors, maximum, tuple(zip(works, medians)))
 
 
 def calibrate_here(name: str | None, limits: SchedulerConfig, seconds: float) -> Calibration:
@@ -264,10 +259,10 @@ def print_calibration(found: Calibration) -> None:
     for name, sigma in zip(RATES, step.sigma[len(step.curve) :]):
         rows.append([UNITS[name], f"{1e6 * getattr(step, name):.4f} µs", f"± {1e6 * sigma:.4f}"])
     common.table(["a step", "time", "standard error"], rows)
-    ours, theirs = sizes(found.errors), sizes(found.maximum)
+    ours, theirs, left_out = sizes(found.errors), sizes(found.maximum), len(found.errors)
     common.say(
-        f"{found.fitted} batches fitted; of {len(found.errors)} others the median error is {ours['median']:.1%}, the "
-        f"worst {ours['worst']:.1%}. With the slower one of reading and multiplying in the curve's place: "
+        f"{len(found.timed) - left_out} batches fitted; of {left_out} others the median error is {ours['median']:.1%}, "
+        f"the worst {ours['worst']:.1%}. With the slower one of reading and multiplying in the curve's place: "
         f"{theirs['median']:.1%}, {theirs['worst']:.1%}"
     )
 

@@ -190,13 +190,15 @@ def run_check(url: str, vocab_size: int, setup: Setup, step: MeasuredStep, secon
     """Find the host's part, then load the server three times, predict each and compare. For each load: what was seen,
     what was predicted, and how far off that is."""
     client, rng = Client(url, vocab_size, seed), random.Random(seed)
-    host = find_host(send_bursts(client), setup, step)
+    bursts = send_bursts(client)
+    host = find_host(bursts, setup, step)
     common.say(
         f"The server adds {1e3 * host.around:.1f} ms around a request, {1e3 * host.step:.2f} ms to a step, "
         f"{1e3 * host.sequence:.3f} ms for each sequence in it and {1e3 * host.token:.3f} ms for each token"
     )
     most = capacity(draw_lengths(100, random.Random(seed + 1)), setup, step, host)
     found: dict[str, Any] = {"host": dataclasses.asdict(host), "capacity": most, "loads": {}}
+    found["bursts"] = [as_rows(records) for records in bursts]
     for name, share in LOADS.items():
         rate = share * most
         count = max(8, round(rate * seconds / max(1.0, share)))  # an overload takes longer to answer than to send
@@ -216,7 +218,7 @@ def run_check(url: str, vocab_size: int, setup: Setup, step: MeasuredStep, secon
 
 
 def compare(rate: float, records: Sequence[Record], predicted: dict[str, np.ndarray]) -> dict[str, Any]:
-    """One load: the errors of each percentile, those of each request, and the times themselves in milliseconds."""
+    """One load: the errors of each percentile, those of each request, and the times themselves."""
     seen = seen_latencies(records)
     result: dict[str, Any] = {"rate": rate, "requests": len(records), "errors": errors(predicted, seen)}
     result["per_request"] = {
@@ -224,9 +226,17 @@ def compare(rate: float, records: Sequence[Record], predicted: dict[str, np.ndar
         for which in ("ttft", "e2el")
         for off in [np.abs(predicted[which] / seen[which] - 1)]
     }
+    result["seen"] = as_rows(records)
     for which in ("ttft", "e2el"):
-        result[f"{which}_ms"] = [[round(1e3 * x, 1) for x in each[which].tolist()] for each in (seen, predicted)]
+        result[f"predicted_{which}_ms"] = [round(1e3 * x, 1) for x in predicted[which].tolist()]
     return result
+
+
+def as_rows(records: Sequence[Record]) -> list[list[float]]:
+    """Of each: tokens of its prompt and of its answer, when it was sent, its TTFT and its E2E: milliseconds."""
+    return [
+        [r.prompt_tokens, r.output_tokens, *(round(1e3 * x, 1) for x in (r.start, r.ttft, r.e2el))] for r in records
+    ]
 
 
 def print_load(name: str, found: dict[str, Any], seen: dict[str, np.ndarray], predicted: dict[str, np.ndarray]) -> None:
