@@ -70,7 +70,8 @@ def predict_parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="python -m vllm predict",
         description="What latencies a server would give: vLLM's decisions, and a model of the time of each step. "
-        "`predict fit requests.jsonl` finds the rates of a machine from a run on it.",
+        "`predict fit requests.jsonl` finds the rates of a machine from a run on it, `predict calibrate` times this "
+        "one, and `predict check` serves a model here and says how far a prediction of it is off.",
     )
     p.add_argument("workload", nargs="?", metavar="WORKLOAD.jsonl", help="requests, one a line; or describe them:")
     add_workload_flags(p.add_argument)
