@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from engine import arguments
-from lab import cli, recorded
+from lab import calibrated, calibration, cli, recorded, served_check
 from lab.fit import COLD, RATES, Fit, Observed, fit_run, predict_with
 from lab.predict_setup import (
     Served,
@@ -52,9 +52,13 @@ SLO = ("ttft", "tpot", "e2el")
 
 
 def main(argv: Sequence[str]) -> None:
-    """`predict …` and `predict fit …`."""
+    """`predict …`, `predict fit …`, `predict calibrate …` and `predict check …`."""
     if argv and argv[0] == "fit":
         fit_command(fit_parser().parse_args(argv[1:]))
+    elif argv and argv[0] == "calibrate":
+        calibration.main(argv[1:])
+    elif argv and argv[0] == "check":
+        served_check.main(argv[1:])
     else:
         predict_command(list(argv))
 
@@ -66,13 +70,18 @@ def predict_parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="python -m vllm predict",
         description="What latencies a server would give: vLLM's decisions, and a model of the time of each step. "
-        "`predict fit requests.jsonl` finds the rates of a machine from a run on it.",
+        "`predict fit requests.jsonl` finds the rates of a machine from a run on it, `predict calibrate` times this "
+        "one, and `predict check` serves a model here and says how far a prediction of it is off.",
     )
     p.add_argument("workload", nargs="?", metavar="WORKLOAD.jsonl", help="requests, one a line; or describe them:")
     add_workload_flags(p.add_argument)
     add_engine_flags(p.add_argument)
     p.add_argument("--meta", metavar="FILE", help="what served it (default: meta.json beside the workload)")
-    p.add_argument("--rates", metavar="FILE", help="of `predict fit --json FILE` (default: the card's data sheet)")
+    p.add_argument(
+        "--rates",
+        metavar="FILE",
+        help="of `predict fit` or `predict calibrate --json FILE` (default: the card's data sheet)",
+    )
     p.add_argument("--cold-start", action="store_true", help="the first launch is a fresh process's, as fitted")
     p.add_argument("--compare", metavar="FLAG=A,B,C", help="settings side by side")
     p.add_argument("--slo", type=limits, metavar="NAME=MS,…", help="limits of each request: ttft, tpot, e2el")
@@ -121,6 +130,9 @@ def predict_command(argv: list[str]) -> None:
 
 def prepare(args: argparse.Namespace, log: Log | None) -> tuple[Served, list[Job], Fit]:
     """Who serves, what comes, and how fast that is. Raises InputError."""
+    if args.rates and (stored := calibrated.stored_in(args.rates)):
+        served, fit = calibrated.served_here(args, stored)
+        return served, make_jobs(args, log, args.seed), fit
     served = served_by(args, log.meta if log else {})
     jobs = make_jobs(args, log, args.seed)
     if args.rates:

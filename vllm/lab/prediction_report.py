@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import common
 
+import collections
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from lab import figures
 from lab.fit import Observed
 from lab.prediction import Job, Outcome, Prediction, Setup
-from lab.step_time import StepFeatures, StepModel, StepRates
+from lab.step_time import StepModel, StepRates
 
 NAMES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "between tokens (ITL)",
          "e2el": "end to end"}  # fmt: skip
@@ -98,7 +99,7 @@ def where_time_goes(predictions: Sequence[Prediction], model: StepModel, rates: 
     """Of steps with prompts in them and of steps that only decode: seconds, and the share of each part."""
     found: dict[str, Any] = {}
     for kind, with_prompts in (("steps with prompts", True), ("steps of decodes", False)):
-        total, parts = 0.0, dict.fromkeys(StepFeatures._fields, 0.0)
+        total, parts = 0.0, collections.defaultdict[str, float](float)
         for prediction in predictions:
             for step in prediction.steps:
                 if (step.work.prompt_pairs > 0) == with_prompts:
