@@ -28,7 +28,7 @@ def test_tune_under_the_packages_name():
     )
 
 
-@pytest.mark.parametrize("command", ["serve", "proxy", "bench", "tune", "replay", "make-model"])
+@pytest.mark.parametrize("command", ["serve", "proxy", "bench", "tune", "replay", "predict", "make-model"])
 def test_each_command_has_help(command):
     done = scripts.execute([sys.executable, "-m", "vllm", command, "--help"])
     assert done.returncode == 0 and command in done.stdout

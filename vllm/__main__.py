@@ -1,4 +1,4 @@
-"""`python -m vllm serve | proxy | bench | tune | replay | learn | make-model …`, from the repository root."""
+"""`python -m vllm serve | proxy | bench | tune | replay | predict | learn | make-model …`, from the repository root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main_
 
 from engine import arguments
 
-COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "learn", "make-model")
+COMMANDS = ("serve", "proxy", "bench", "tune", "replay", "predict", "learn", "make-model")
 
 
 def main() -> None:
@@ -44,11 +44,15 @@ def find_work(command: str) -> Callable[[], Any]:
 
 
 def run_in_lab(command: str) -> None:
-    """`bench`, `tune`, `replay` and `learn` read their flags themselves."""
+    """`bench`, `tune`, `replay`, `predict` and `learn` read their flags themselves."""
     if command == "replay":
         from lab import replay
 
         replay.main(sys.argv[2:])
+    elif command == "predict":
+        from lab import predict_command
+
+        predict_command.main(sys.argv[2:])
     elif command == "make-model":
         from lab import make_model
 

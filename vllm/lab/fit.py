@@ -36,11 +36,14 @@ class Fit:
 
 
 class Observed:
-    """The first requests of a run: when the loop heard of each, and of its first and its last token. Arrays [n] of
-    seconds, on the clock of the arrivals."""
+    """The first requests of a run: when the loop heard of each, admitted it, and heard of its first and its last token.
+    Arrays [n] of seconds, on the clock of the arrivals."""
 
-    def __init__(self, queued: Sequence[float], first: Sequence[float], last: Sequence[float]) -> None:
-        self.queued, self.first, self.last = (np.array(each, float) for each in (queued, first, last))
+    def __init__(
+        self, queued: Sequence[float], scheduled: Sequence[float], first: Sequence[float], last: Sequence[float]
+    ) -> None:
+        times = (np.array(each, float) for each in (queued, scheduled, first, last))
+        self.queued, self.scheduled, self.first, self.last = times
 
     def __len__(self) -> int:
         return len(self.first)
@@ -63,17 +66,21 @@ def step_seconds(theta: np.ndarray, features: StepFeatures) -> tuple[np.ndarray,
     return rates.seconds(features), slopes
 
 
-def heard_times(theta: np.ndarray, features: StepFeatures, order: list) -> tuple[np.ndarray, np.ndarray]:
-    """When the loop heard of each step [K], and the slopes [K, P], if it waits in this `order`: the clocks of
-    `prediction`, with what is decided held fast."""
+Times = tuple[np.ndarray, np.ndarray]  # of each step [K], and their slopes [K, P]
+
+
+def loop_times(theta: np.ndarray, features: StepFeatures, order: list) -> tuple[Times, Times]:
+    """When the loop planned each step and when it heard of it, if it waits in this `order`: the clocks of `prediction`,
+    with what is decided held fast."""
     seconds, slopes = step_seconds(theta, features)
-    P, at = len(theta), RATES.index("host")
+    (K, P), at = slopes.shape, RATES.index("host")
+    planned, heard = ((np.zeros(K), np.zeros((K, P))) for _ in range(2))
     host, cold = np.exp(theta[at]), np.exp(theta[-1])
-    heard, heard_slope, ends = np.zeros(len(seconds)), np.zeros((len(seconds), P)), {}
-    clock = gpu = 0.0
+    ends: dict[int, tuple[float, np.ndarray]] = {}
+    clock, gpu = 0.0, 0.0
     d_clock = d_gpu = np.zeros(P)
-    d_launch = np.zeros(P)
-    d_launch[at] = host
+    d_host, d_cold = np.zeros(P), np.zeros(P)
+    d_host[at], d_cold[-1] = host, cold
     for event in order:
         if isinstance(event, Wait):
             if event.until > clock:
@@ -82,17 +89,17 @@ def heard_times(theta: np.ndarray, features: StepFeatures, order: list) -> tuple
             end, d_end = ends.pop(event.step)
             if end > clock:
                 clock, d_clock = end, d_end
-            heard[event.step], heard_slope[event.step] = clock, d_clock
+            heard[0][event.step], heard[1][event.step] = clock, d_clock
         else:
-            clock, d_clock = clock + host, d_clock + d_launch
+            planned[0][event], planned[1][event] = clock, d_clock
+            clock, d_clock = clock + host, d_clock + d_host
             if event == 0:
-                clock, d_clock = clock + cold, d_clock.copy()
-                d_clock[-1] += cold
+                clock, d_clock = clock + cold, d_clock + d_cold
             if clock > gpu:
                 gpu, d_gpu = clock, d_clock
             gpu, d_gpu = gpu + seconds[event], d_gpu + slopes[event]
             ends[event] = gpu, d_gpu
-    return heard, heard_slope
+    return planned, heard
 
 
 Residuals = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # theta [P] -> [R], [R, P]; in units of their σ
@@ -155,37 +162,39 @@ def as_fit(theta: np.ndarray, covariance: np.ndarray) -> Fit:
     return Fit(StepRates(*rates[:-1]), rates[-1], dict(zip((*RATES, "cold"), sigma)))
 
 
-# How far a time may be off that is right: a step by so many seconds, which add up as noise does; and all of it by this
-# share of its age, as a model is that is wrong a little in every step. Errors of the second kind are one and the same
-# error seen many times, so all together count as so many.
-JITTER, DRIFT, DRIFT_COUNT = 4e-3, 3e-3, 20
+# How far off a time may be that is right: a step by this share of itself, whatever the others do; a reading of a clock
+# by so many seconds; and all of them by one share, as by a model that is a little wrong. The last is one and the same
+# error, seen in many requests, so that together they count as so many.
+NOISE, READING, DRIFT, DRIFT_COUNT = 0.05, 1e-3, 5e-3, 20
 
 
 def run_residuals(model: StepModel, predictions: Sequence[Prediction], observed: Observed) -> Residuals:
-    """Of observed first and last tokens, with these decisions held fast: of each on its loop since the one before, and
-    of each since the run began."""
-    count, parts = len(observed), []
+    """Of each request, with these decisions held fast: from its admission to its first token, and from there to its
+    last. How many steps that takes depends little on the rates. When it was admitted is left out: on a server with room
+    the arrivals say it, in however many steps."""
+    parts = []
     for number, prediction in enumerate(predictions):
-        here = [i for i, outcome in enumerate(prediction.outcomes[:count]) if outcome.loop == number]
+        here = [i for i, outcome in enumerate(prediction.outcomes[: len(observed)]) if outcome.loop == number]
         if not here:
             continue
-        seen = [(observed.first[i], prediction.outcomes[i].steps[0]) for i in here]
-        seen += [(observed.last[i], prediction.outcomes[i].steps[1]) for i in here]
-        seen.sort()
-        times, steps = np.array([at for at, _ in seen]), np.array([step for _, step in seen])
+        steps = np.array([prediction.outcomes[i].steps for i in here])  # [n, 3]
+        times = np.stack([observed.scheduled, observed.first, observed.last], 1)[here]
         last = steps.max() + 1
         order = [e for e in prediction.order if isinstance(e, Wait) or (e.step if isinstance(e, Heard) else e) < last]
-        parts.append((columns(model, [step.work for step in prediction.steps[:last]]), order, times, steps))
+        noise = np.cumsum([(NOISE * (step.end - step.start)) ** 2 for step in prediction.steps[:last]])
+        took = np.diff(times)  # [n, 2]
+        share = DRIFT * max(1.0, len(here) / DRIFT_COUNT) ** 0.5
+        sigma = np.sqrt(np.diff(noise[steps]) + READING**2 + (share * took) ** 2)
+        parts.append((columns(model, [step.work for step in prediction.steps[:last]]), order, steps, took, sigma))
 
     def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found, slopes = [], []
-        for features, order, times, steps in parts:
-            heard, slope = heard_times(theta, features, order)
-            error, slope = heard[steps] - times, slope[steps]
-            jitter = JITTER * (1 + np.sqrt(np.maximum(1, np.abs(np.diff(steps)))))
-            drift = DRIFT * (times + 5) / np.sqrt(min(1, DRIFT_COUNT / len(times)))
-            found += [np.diff(error) / jitter, error / drift]
-            slopes += [np.diff(slope, axis=0) / jitter[:, None], slope / drift[:, None]]
+        for features, order, steps, took, sigma in parts:
+            (planned, planned_slope), (heard, heard_slope) = loop_times(theta, features, order)
+            at = np.stack([planned[steps[:, 0]], heard[steps[:, 1]], heard[steps[:, 2]]], 1)
+            slope = np.stack([planned_slope[steps[:, 0]], heard_slope[steps[:, 1]], heard_slope[steps[:, 2]]], 1)
+            found.append(((np.diff(at) - took) / sigma).ravel())
+            slopes.append((np.diff(slope, axis=1) / sigma[:, :, None]).reshape(-1, len(theta)))
         return np.concatenate(found), np.concatenate(slopes)
 
     return residuals

@@ -24,6 +24,7 @@ class ModelCosts:
 
     num_layers: int  # L
     hidden_size: int
+    intermediate_size: int  # of the widest MLP
     vocab_size: int
     max_model_len: int
     shared_params: int  # every token multiplies with these: attention, MLPs, shared experts
@@ -102,6 +103,7 @@ def _model_costs(config: Mapping[str, Any], kv_cache_dtype: str) -> ModelCosts:
     return ModelCosts(
         num_layers=L,
         hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
         vocab_size=vocab,
         max_model_len=config.get("max_position_embeddings", 2048),
         shared_params=attention * L + mlp,

@@ -60,7 +60,7 @@ class Outcome:
     queued: float = 0.0  # the loop heard of it
     scheduled: float = -1.0  # it was first admitted
     times: list[float] = field(default_factory=list)  # its tokens were heard of
-    steps: list[int] = field(default_factory=list)  # in which step its first and its last token were computed
+    steps: list[int] = field(default_factory=list)  # that admitted it, that computed its first token, and its last
     preemptions: int = 0
     cached: int = 0  # tokens of its prompt that were found in the prefix cache
 
@@ -91,7 +91,7 @@ class Heard(NamedTuple):
 
 @dataclass
 class Prediction:
-    """A run of one loop: what all requests saw, its steps, and the order in which it waited (an int: planned that one)."""
+    """A run of one loop: what all requests saw, its steps, and the order in which it planned (an int) and waited."""
 
     outcomes: list[Outcome]
     steps: list[Step]
@@ -179,6 +179,12 @@ def look_at(core: EngineCore, output: SchedulerOutput) -> tuple[StepWork, dict[s
     return step_work(chunks), sampled
 
 
+def request_of(job: Job, index: int) -> Request:
+    """Named by its place in the order of arrival."""
+    params = SamplingParams(max_tokens=job.output_len, ignore_eos=True)
+    return Request(str(index), job.prompt(index), params, arrival_time=job.arrival)
+
+
 class Server:
     """Several loops, and requests that are sent to the least loaded of them when they arrive."""
 
@@ -193,9 +199,7 @@ class Server:
             chosen = min(self.loops, key=lambda each: each.least_loaded()[0])
             if chosen.is_idle and chosen.clock < job.arrival:
                 chosen.wait(job.arrival)
-            params = SamplingParams(max_tokens=job.output_len, ignore_eos=True)
-            request = Request(str(self.coming), job.prompt(self.coming), params, arrival_time=job.arrival)
-            chosen.least_loaded()[1].add_request(request)
+            chosen.least_loaded()[1].add_request(request_of(job, self.coming))
             self.outcomes[self.coming].loop = self.loops.index(chosen)
             self.outcomes[self.coming].queued = chosen.clock
             self.coming += 1
@@ -209,6 +213,7 @@ class Server:
                 for request in output.scheduled_new_reqs:
                     outcome = self.outcomes[int(request.request_id)]
                     outcome.scheduled, outcome.cached = now, request.num_cached_tokens
+                    outcome.steps = [len(loop.steps) - 1] * 3
                 for request in output.preempted_reqs:
                     self.outcomes[int(request.request_id)].preemptions += 1
         if not loop.queue:
@@ -217,7 +222,9 @@ class Server:
             index, heard = loop.hear()
             for each in heard:
                 outcome = self.outcomes[int(each.request_id)]
-                outcome.steps = [outcome.steps[0] if outcome.steps else index, index]
+                if not outcome.times:
+                    outcome.steps[1] = index
+                outcome.steps[2] = index
                 outcome.times.append(loop.clock)
                 ended += each.finish_reason is not None and int(each.request_id) < self.unfinished
         return ended
@@ -249,6 +256,8 @@ def predict(
     """
     together = setup.data_parallel_size if setup.share_experts else 1
     loops = [TimedLoop(setup, seconds, host, cold, together) for _ in range(setup.data_parallel_size // together)]
+    for job in (max(jobs, key=lambda job: job.input_len), max(jobs, key=lambda job: job.input_len + job.output_len)):
+        loops[0].cores[0].check_request(request_of(job, jobs.index(job)))  # not after a minute
     server = Server(jobs, loops)
     server.run(len(jobs) if watched is None else min(watched, len(jobs)))
     return [Prediction(server.outcomes, loop.steps, loop.order) for loop in loops]

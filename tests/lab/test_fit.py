@@ -1,0 +1,138 @@
+"""Rates from times: the frozen clocks are the simulation's, and what was put in is found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import pytest
+
+from engine.config import SchedulerConfig
+from lab.fit import COLD, RATES, Fit, Observed, columns, fit_batches, fit_run, loop_times, predict_with, step_seconds
+from lab.hardware import find_gpu
+from lab.model_costs import find_model, model_costs
+from lab.prediction import Job, Setup
+from lab.request_logs import meta_settings, read_log
+from lab.step_time import StepModel, StepRates, data_sheet, step_work
+from support import synthetic_run
+
+MODEL = StepModel(model_costs(find_model(synthetic_run.MODEL)))
+GUESSES = data_sheet(find_gpu(synthetic_run.GPU), MODEL.costs)
+SETUP = Setup(SchedulerConfig(4096, 64, 512, evict_uncomputed_blocks=False), 500)
+THETA = np.log([*dataclasses.astuple(synthetic_run.RATES), synthetic_run.COLD])
+
+
+def some_jobs(count, rate=12.0, seed=1):
+    rng = random.Random(seed)
+    at = [0.0]
+    for _ in range(count - 1):
+        at.append(at[-1] + rng.expovariate(rate))
+    return [Job(t, rng.randint(20, 900), rng.randint(10, 60)) for t in at]
+
+
+def as_fit(theta):
+    *rates, cold = np.exp(theta).tolist()
+    return Fit(StepRates(*rates), cold, {})
+
+
+def test_with_decisions_held_fast_the_clocks_are_those_of_the_simulation():
+    (found,) = predict_with(as_fit(THETA), some_jobs(20), SETUP, MODEL)
+    features = columns(MODEL, [step.work for step in found.steps])
+    (planned, _), (heard, _) = loop_times(THETA, features, found.order)
+    assert planned == pytest.approx([step.scheduled for step in found.steps])
+    for outcome in found.outcomes:
+        admitted, first, last = outcome.steps
+        assert (planned[admitted], heard[first], heard[last]) == pytest.approx(
+            (outcome.scheduled, outcome.times[0], outcome.times[-1])
+        )
+
+
+def test_slopes_are_differences():
+    (found,) = predict_with(as_fit(THETA), some_jobs(12), SETUP, MODEL)
+    features = columns(MODEL, [step.work for step in found.steps])
+    for of in (lambda theta: step_seconds(theta, features), lambda theta: loop_times(theta, features, found.order)[1]):
+        for i in range(len(THETA)):
+            h = np.zeros(len(THETA))
+            h[i] = 1e-6
+            numeric = (of(THETA + h)[0] - of(THETA - h)[0]) / 2e-6
+            assert of(THETA)[1][:, i] == pytest.approx(numeric, rel=1e-3, abs=1e-5), (*RATES, "cold")[i]
+
+
+def batches(noise=0.0, seed=0):
+    rng = random.Random(seed)
+    works = [step_work([(1, rng.randint(10, 3000))] * rng.choice((1, 8, 32, 64))) for _ in range(40)]
+    works += [step_work([(n, n + rng.choice((0, 2000)))]) for n in (64, 128, 256, 512, 1024, 2048) for _ in range(4)]
+    took = [synthetic_run.RATES.seconds(MODEL.features(w)) * rng.lognormvariate(0, noise) for w in works]
+    return columns(MODEL, works), took
+
+
+def test_batches_give_their_rates():
+    fit = fit_batches(*batches(), GUESSES, error=1e-3)
+    for name in ("weights", "products", "cache", "attention", "sequence", "fixed"):
+        assert getattr(fit.rates, name) == pytest.approx(getattr(synthetic_run.RATES, name), rel=0.03), name
+
+
+def test_what_was_not_seen_keeps_its_guess_and_its_doubt():
+    fit = fit_batches(*batches(), GUESSES)
+    for name in ("exchange", "host"):  # one card, and the host is no part of a batch
+        assert getattr(fit.rates, name) == pytest.approx(GUESSES[name].rate)
+        assert fit.sigma[name] == pytest.approx(GUESSES[name].spread)
+    assert fit.sigma["products"] < GUESSES["products"].spread / 5
+    assert fit.sigma["cold"] == pytest.approx(COLD.spread)
+
+
+def test_doubt_is_as_large_as_the_error_mostly_is():
+    off = []
+    for seed in range(12):
+        fit = fit_batches(*batches(0.03, seed), GUESSES)
+        off += [
+            math.log(getattr(fit.rates, name) / getattr(synthetic_run.RATES, name)) / fit.sigma[name]
+            for name in ("weights", "products", "cache", "attention")
+        ]
+    assert 0.5 < np.sqrt(np.mean(np.square(off))) < 1.5
+
+
+def test_one_wrong_time_of_many_turns_nothing():
+    features, took = batches()
+    wrong = [10 * took[0], *took[1:]]
+    right, other = (fit_batches(features, each, GUESSES) for each in (took, wrong))
+    assert other.rates.weights == pytest.approx(right.rates.weights, rel=0.02)
+
+
+def observed_of(jobs, count):
+    (found,) = predict_with(as_fit(THETA), jobs, SETUP, MODEL)
+    seen = found.outcomes[:count]
+    times = [[outcome.queued for outcome in seen], [outcome.scheduled for outcome in seen]]
+    times += [[outcome.times[end] for outcome in seen] for end in (0, -1)]
+    return Observed(*times), found
+
+
+@pytest.mark.parametrize("rate", [4.0, 40.0])
+def test_a_run_is_predicted_from_its_first_requests(rate):
+    """On a server with room, and on one with a queue: the rest of the run, which the fit has not seen."""
+    jobs = some_jobs(40, rate)
+    observed, truth = observed_of(jobs, 20)
+    fit = fit_run(jobs, SETUP, MODEL, GUESSES, observed)
+    (found,) = predict_with(fit, jobs, SETUP, MODEL)
+    for of in (lambda outcome: outcome.times[0] - outcome.queued, lambda outcome: outcome.times[-1] - outcome.queued):
+        ours, theirs = ([of(outcome) for outcome in each.outcomes[20:]] for each in (found, truth))
+        assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.05)
+
+
+def test_the_example_is_what_its_script_writes(tmp_path):
+    synthetic_run.write(tmp_path)
+    for name in ("requests.jsonl", "meta.json"):
+        assert (tmp_path / name).read_text() == (synthetic_run.FOLDER / name).read_text()
+
+
+def test_rates_of_the_example_are_found_within_their_doubt():
+    log = read_log(synthetic_run.FOLDER / "requests.jsonl")
+    assert meta_settings(log.meta)["num_gpu_blocks_override"] == SETUP.num_blocks
+    jobs = [Job(row.arrival - log.rows[0].arrival, row.input_len, row.output_len) for row in log.rows]
+    fit = fit_run(jobs, SETUP, MODEL, GUESSES, log.observed(60))
+    for name, rate in dataclasses.asdict(synthetic_run.RATES).items():
+        assert abs(math.log(getattr(fit.rates, name) / rate)) < 2.5 * fit.sigma[name] + 0.01, name
+    assert fit.rates.products == pytest.approx(synthetic_run.RATES.products, rel=0.05)
+    assert fit.cold == pytest.approx(synthetic_run.COLD, rel=0.1)
