@@ -68,11 +68,11 @@ BLOCKS = 27_000  # of 16 tokens: what 92 % of the card's memory leaves beside th
 
 
 def naive_seconds(tokens_per_second: float, prompt: int, answer: int) -> float:
-    """"The engine makes so many tokens a second, and the request has so many.\""""
+    """ "The engine makes so many tokens a second, and the request has so many.\""""
     return (prompt + answer) / tokens_per_second
 
 
-# --- One half: how long a step takes (the formula itself is in lab/step_time.py) ---------------------------------------
+# --- One half: how long a step takes (the formula itself is in lab/step_time.py) --------------------------------------
 
 
 class StepCost(NamedTuple):
@@ -115,7 +115,7 @@ class StepCost(NamedTuple):
 COST = StepCost.of(RATES, STEP)
 
 
-# --- The other half: who is in which step, decided by the engine's scheduler -------------------------------------------
+# --- The other half: who is in which step, decided by the engine's scheduler ------------------------------------------
 
 
 def decisions(core: EngineCore, jobs: Sequence[Job]) -> list[StepWork]:
@@ -197,14 +197,14 @@ def limit_of(step: Step, max_num_seqs: int) -> str | None:
 
 def limits_of(run: Run, max_num_seqs: int) -> dict[str, int]:
     """Microseconds that somebody waited for each."""
-    waited = dict.fromkeys(("step time", "seats", "KV blocks"), 0)
+    waited: dict[str, int] = {"step time": 0, "seats": 0, "KV blocks": 0}
     for step in run.steps:
         if limit := limit_of(step, max_num_seqs):
             waited[limit] += int(step.end - step.scheduled)
     return waited
 
 
-# --- Constants, from times ----------------------------------------------------------------------------------------------
+# --- Constants, from times --------------------------------------------------------------------------------------------
 
 TRUTH = dataclasses.replace(
     RATES, weights=1.06 * RATES.weights, products=1.2 * RATES.products, cache=0.8 * RATES.cache,
@@ -261,9 +261,9 @@ def tell_naive() -> None:
     per_second = tokens * 1e6 / run.steps[-1].end
     common.say(f"{MODEL} on an {CARD.name}, {len(run.jobs)} requests at 12 a second: {per_second:,.0f} tokens/s in all")
     rows = []
-    for name, rate in (("alone", 2), ("under load", 12)):
+    for rate in (2, 12):
         run = serve(rate)
-        job, seen = run.jobs[-1], run.outcomes[-1]
+        job = run.jobs[-1]
         naive = naive_seconds(per_second, job.input_len, job.output_len)
         rows.append([f"the last of {rate} a second", f"{job.input_len:,} + {job.output_len}", f"{naive:.2f} s",
                      f"{run.ttft[-1] / 1e6:.2f} s", f"{run.latency[-1] / 1e6:.2f} s"])  # fmt: skip
@@ -291,18 +291,18 @@ def tell_decisions(args: Any) -> None:
     common.heading("3. The real model, in an engine with few blocks: who is in which step")
     model, _ = loader.load(args.model)
     rng = random.Random(args.seed)
-    jobs = [Job(0.0, rng.randint(8, 60), rng.randint(8, 24)) for _ in range(8)]
-    limits = SchedulerConfig(max_model_len=96, max_num_seqs=6, max_num_batched_tokens=64)
+    jobs = [Job(0.0, rng.randint(8, 44), rng.randint(8, 12)) for _ in range(5)]
+    limits = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=48)
     config = VllmConfig(attention_backend="paged", enforce_eager=True)
     with torch.inference_mode():
-        core = assemble.make_core(model, limits, 14, 16, config, enable_prefix_caching=False)
+        core = assemble.make_core(model, limits, 8, 16, config, enable_prefix_caching=False)
         works = decisions(core, jobs)
-    setup = Setup(limits, 14, enable_prefix_caching=False, async_scheduling=False)
+    setup = Setup(limits, 8, enable_prefix_caching=False, async_scheduling=False)
     (clock,) = predict(jobs, setup, COST, host=0)
     common.check_equal(f"tokens, sequences and contexts of {len(works)} steps, computed and predicted",
                        works, [step.work for step in clock.steps])  # fmt: skip
-    common.say(f"{sum(seen.preemptions for seen in clock.outcomes)} preemptions among them. "
-               "Where a request goes does not hang on what a step costs,\nas long as all are there at the start.")  # fmt: skip
+    preemptions = sum(seen.preemptions for seen in clock.outcomes)
+    common.say(f"{preemptions} of the requests had to give its blocks up and came back, in the same steps")
 
 
 def tell_load(args: Any) -> None:
@@ -337,7 +337,7 @@ def tell_load(args: Any) -> None:
     for name, engine in engines.items():
         beyond = next(rate for rate in LOADS if percentile(serve(rate, **engine).ttft, 99) > 1e6)
         waited = limits_of(serve(beyond, **engine), engine.get("max_num_seqs", 1024))
-        common.say(f"{name}: above one second at {beyond}; who waits there, waits for {max(waited, key=waited.get)}")
+        common.say(f"{name}: above one second at {beyond}; who waits there, waits for {max(waited, key=waited.__getitem__)}")
 
 
 def tell_constants(args: Any) -> None:
@@ -376,7 +376,7 @@ def build_parser() -> arguments.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     cli.start(args)
-    loader.check_context(args.model, 96)
+    loader.check_context(args.model, 64)
     tell_naive()
     tell_steps()
     tell_decisions(args)
