@@ -127,7 +127,7 @@ def prepare(args: argparse.Namespace, log: Log | None) -> tuple[Served, list[Job
         fit = read_rates(args.rates)
         return served, jobs, fit if args.cold_start else dataclasses.replace(fit, cold=0.0)
     model = served.model
-    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size)
+    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size, model.expert_engines)
     return served, jobs, Fit(rates_of(guesses), 0.0, {name: guess.spread for name, guess in guesses.items()})
 
 
@@ -265,7 +265,7 @@ def fit_command(args: argparse.Namespace) -> dict[str, Any]:
     log = read_log(args.workload, args.meta)
     served = served_by(args, log.meta)
     model = served.model
-    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size)
+    guesses = data_sheet(served.gpu, model.costs, model.tensor_parallel_size, model.expert_engines)
     if any(row.output_len is None for row in log.rows):
         raise common.InputError(f"{log.path}: output_toks: must be in all lines")
     origin = log.rows[0].arrival or 0.0

@@ -123,14 +123,17 @@ class Guess(NamedTuple):
     spread: float
 
 
-def data_sheet(gpu: GPU, costs: ModelCosts, tensor_parallel_size: int = 1) -> dict[str, Guess]:
+def data_sheet(gpu: GPU, costs: ModelCosts, tensor_parallel_size: int = 1, expert_engines: int = 1) -> dict[str, Guess]:
     """What a data sheet says of each rate, at the share of it that kernels usually reach, and how much that varies.
 
-    Weights stream at 90 % of the bandwidth, the cache, which lies in pieces, at 75 %; products reach 75 % of the dense
-    rate and attention 40 %. Launches are a few microseconds a kernel, of which a layer has about ten.
+    Weights stream at 92 % of the bandwidth and hardly ever at much less; the cache lies in pieces and gets 60 %, more
+    or less; products reach 75 % of the dense rate, attention 40 %. Links depend on how the cards are plugged. Launches
+    are a few microseconds a kernel, of which a layer has about ten, replayed from a graph.
+    Experts get a few rows each, and no two tokens ask the same ones: three quarters of the bandwidth, less than half of
+    the rate, more launches, and more doubt.
     """
-    sums = 2 * costs.num_layers if tensor_parallel_size > 1 else 0
-    return {
+    sums = 2 * costs.num_layers * ((tensor_parallel_size > 1) + (expert_engines > 1))
+    guesses = {
         "weights": Guess(1 / (0.92 * gpu.bandwidth), 0.04),
         "products": Guess(1 / (0.75 * gpu.flops), 0.25),
         "cache": Guess(1 / (0.6 * gpu.bandwidth), 0.6),
@@ -140,6 +143,11 @@ def data_sheet(gpu: GPU, costs: ModelCosts, tensor_parallel_size: int = 1) -> di
         "fixed": Guess(0.5e-3 + 5e-6 * costs.num_layers + 25e-6 * sums, 0.4),
         "host": Guess(4e-3, 0.7),
     }
+    if costs.expert_params:
+        guesses["weights"] = Guess(1 / (0.75 * gpu.bandwidth), 0.25)
+        guesses["products"] = Guess(1 / (0.4 * gpu.flops), 0.5)
+        guesses["fixed"] = Guess(guesses["fixed"].rate + 20e-6 * costs.num_layers, 0.5)
+    return guesses
 
 
 def rates_of(guesses: dict[str, Guess]) -> StepRates:
