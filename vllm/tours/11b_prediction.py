@@ -337,7 +337,9 @@ def tell_load(args: Any) -> None:
     for name, engine in engines.items():
         beyond = next(rate for rate in LOADS if percentile(serve(rate, **engine).ttft, 99) > 1e6)
         waited = limits_of(serve(beyond, **engine), engine.get("max_num_seqs", 1024))
-        common.say(f"{name}: above one second at {beyond}; who waits there, waits for {max(waited, key=waited.__getitem__)}")
+        common.say(
+            f"{name}: above one second at {beyond}; who waits there, waits for {max(waited, key=waited.__getitem__)}"
+        )
 
 
 def tell_constants(args: Any) -> None:

@@ -15,10 +15,9 @@ export function draw(trace, index, kit) {
   // Latency against load. What is higher than the picture stands at its upper edge, with its value.
   const top = 20, high = narrow ? 96 : 116, base = top + high, x = (rate) => left + (rate / MOST_RATE) * wide, y = (us) => base - (Math.min(us, MOST_US) / MOST_US) * high;
   const through = (points, upto) => points.map(([, us], i) => [rates[i], us]).filter(([rate]) => rate <= upto).map(([rate, us], i) => `${i ? "L" : "M"}${x(rate).toFixed(1)} ${y(us).toFixed(1)}`).join("");
-  shapes.push(rect(left, top, wide, high, "free"), text(0, 11, "P99 to the first token", "small soft"), line(left, y(LIMIT), left + wide, y(LIMIT), "red dashed"));
+  shapes.push(rect(left, top, wide, high, "free"), text(0, 11, "P99 to the first token, against requests a second", "small soft"), line(left, y(LIMIT), left + wide, y(LIMIT), "red dashed"));
   for (const s of [0, 1, 5]) shapes.push(text(left - 5, y(s * 1e6) + 4, s ? `${s} s` : "0", `small end ${s === 1 ? "red" : "soft"}`));
   for (const rate of rates) shapes.push(line(x(rate), base, x(rate), base + 4), text(x(rate), base + 16, rate, `small middle ${rate === p.rate ? "bold" : "soft"}`));
-  shapes.push(text(left, base + 16, "a second:", "small soft"));
   if (before) shapes.push(path(through(before.trace.curve, before.params.rate), "ink dashed"));
   shapes.push(path(through(curve, p.rate), `thick ${slow ? "red" : "blue"}`));
   rates.forEach((rate, i) => {
@@ -40,7 +39,7 @@ export function draw(trace, index, kit) {
   });
   if (p.max_num_seqs <= MOST_REQUESTS) shapes.push(line(left, floor - p.max_num_seqs * py, left + wide, floor - p.max_num_seqs * py, "ink"), text(left + wide - 3, floor - p.max_num_seqs * py - 4, `${p.max_num_seqs} seats`, "small halo end"));
   if (p.seconds * 1e6 < LONGEST) shapes.push(text(left + p.seconds * 1e6 * px + 6, from + 14, "nobody comes any more", "small soft"));
-  for (let s = 0; s <= 12; s += 3) shapes.push(text(left + s * 1e6 * px + (s ? (s === 12 ? 0 : 0) : 0), under + low + 13, s ? `${s} s` : "0", `small soft ${s === 12 ? "end" : s ? "middle" : ""}`));
+  for (let s = 0; s <= 12; s += 3) shapes.push(text(left + s * 1e6 * px, under + low + 13, s ? `${s} s` : "0", `small soft ${s === 12 ? "end" : s ? "middle" : ""}`));
 
   const [running, waiting, blocks] = strip[index], share_now = Math.floor((100 * blocks) / p.num_blocks), half = strip[Math.floor(strip.length / 2) - 1][1];
   const growing = waiting > 2 * half && waiting > 4, why = limit ? `Whoever waits, waits for ${CAUSES[limit]}.` : "Nobody waits.";
@@ -48,7 +47,7 @@ export function draw(trace, index, kit) {
     picture: [
       svg(width, under + low + 16, `At ${p.rate} requests a second, P99 to the first token is ${seconds(p99_us)}. After ${number((index + 1) / 4, 2)} s, ${running} requests run and ${waiting} wait.`, ...shapes),
       legend(["blue", "in a seat"], slow ? ["red", "waits, and P99 is above 1 s"] : ["grey", "waits"], ["purple", "blocks owned"], ...(before ? [["ink", "dashed: before"]] : [])),
-      numbers([seconds(p99_us), "P99 to the first token", slow ? "red" : ""], [seconds(p50_us), "median"], [waiting, last ? "wait at the end" : "wait now", waiting && slow ? "red" : ""], [`${share_now} %`, "of the blocks"]),
+      numbers([seconds(p99_us), narrow ? "P99" : "P99 to the first token", slow ? "red" : ""], [seconds(p50_us), "median"], [waiting, last ? "wait at the end" : "wait now", waiting && slow ? "red" : ""], [`${share_now} %`, "of the blocks"]),
     ],
     text: last ? `${growing ? `The queue grows for as long as requests come: ${half} at half of the time, ${waiting} at the end. ` : ""}${why}`
       : `After ${number((index + 1) / 4, 2)} s: ${count(running, "request")} in seats, ${waiting} waiting, ${number(blocks)} blocks owned.`,
