@@ -165,7 +165,9 @@ def as_fit(theta: np.ndarray, covariance: np.ndarray) -> Fit:
 # How far off a time may be that is right: a step by this share of itself, whatever the others do; a reading of a clock
 # by so many seconds; and all of them by one share, as by a model that is a little wrong. The last is one and the same
 # error, seen in many requests, so that together they count as so many.
-NOISE, READING, DRIFT, DRIFT_COUNT = 0.05, 1e-3, 5e-3, 20
+NOISE, READING, DRIFT, DRIFT_COUNT = 0.05, 3e-4, 5e-3, 20
+LATENCY = 0.03
+STARTS = (0.0, -0.4, -0.2, 0.2, 0.4)  # of the logarithms of all rates but those that are known well
 
 
 def run_residuals(model: StepModel, predictions: Sequence[Prediction], observed: Observed) -> Residuals:
@@ -214,28 +216,48 @@ def fit_run(
     model: StepModel,
     guesses: Mapping[str, Guess],
     observed: Observed,
-    rounds: int = 5,
+    rounds: int = 8,
 ) -> Fit:
     """Rates from the first requests of a run whose `jobs` are all known: decide, fit, decide again.
 
-    Small changes of a rate change decisions, so it need not come to rest: of all rounds the answer is the one whose own
-    decisions explain the times best.
+    The slopes of a run whose decisions are held fast leave out that slower steps let more requests come in between. So
+    a step towards their answer is shortened until the latencies, decided anew, are closer to those that were seen.
     """
     told = [*guesses.values(), COLD]
-    theta, center = (np.log([guess.rate for guess in told]) for _ in range(2))
-    best: tuple[float, Fit] | None = None
+    center, spread = np.log([guess.rate for guess in told]), np.array([guess.spread for guess in told])
+
+    def decide(theta: np.ndarray) -> tuple[float, list[Prediction]]:
+        predictions = predict_with(as_fit(theta, np.zeros((len(theta), len(theta)))), jobs, setup, model, len(observed))
+        return misfit(predictions, observed) + (((theta - center) / spread) ** 2).sum(), predictions
+
+    # All slower or faster at first: on a server that is full, and by the guess is not, all decisions are others.
+    starts = [center + shift * (spread > 0.05) for shift in STARTS]
+    best, at = min(((decide(start), i) for i, start in enumerate(starts)), key=lambda one: one[0][0])
+    theta = starts[at]
     for _ in range(rounds):
-        fit = as_fit(theta, np.zeros((len(theta), len(theta))))
-        predictions = predict_with(fit, jobs, setup, model, len(observed))
-        residuals = run_residuals(model, predictions, observed)
-        found, covariance = least_squares(residuals, told, theta)
-        size = np.abs(residuals(theta)[0])
-        cost = np.where(size < 2, size**2, 4 * size - 4).sum()
-        cost += (((theta - center) / [guess.spread for guess in told]) ** 2).sum()
-        if best is None or cost < best[0]:
-            best = cost, as_fit(theta, covariance)
-        if np.abs(found - theta).max() < 0.01:
+        found, covariance = least_squares(run_residuals(model, best[1], observed), told, theta)
+        for share in (1.0, 0.5, 0.25, 0.1):
+            tried = theta + share * (found - theta)
+            if (now := decide(tried))[0] < best[0]:
+                break
+        else:
             break
-        theta = found
-    assert best
-    return best[1]
+        moved, enough = np.abs(tried - theta).max(), best[0] - now[0] < 0.01 * best[0]
+        theta, best = tried, now
+        if moved < 0.01 or enough:
+            break
+    _, covariance = least_squares(run_residuals(model, best[1], observed), told, theta, rounds=0)
+    return as_fit(theta, covariance)
+
+
+def misfit(predictions: Sequence[Prediction], observed: Observed) -> float:
+    """How far latencies are off, each in units of LATENCY of itself; large ones by their size, not by their square."""
+    outcomes = predictions[0].outcomes[: len(observed)]
+    queued = np.array([outcome.queued for outcome in outcomes])
+    off = []
+    for end, seen in ((0, observed.first), (-1, observed.last)):
+        took = seen - observed.queued
+        ours = np.array([outcome.times[end] for outcome in outcomes]) - queued
+        off.append((ours - took) / np.hypot(READING, LATENCY * took))
+    size = np.abs(np.concatenate(off))
+    return float(np.where(size < 2, size**2, 4 * size - 4).sum())
