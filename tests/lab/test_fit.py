@@ -20,7 +20,7 @@ from support import synthetic_run
 
 MODEL = StepModel(model_costs(find_model(synthetic_run.MODEL)))
 GUESSES = data_sheet(find_gpu(synthetic_run.GPU), MODEL.costs)
-SETUP = Setup(SchedulerConfig(4096, 64, 512, evict_uncomputed_blocks=False), 500)
+SETUP = Setup(SchedulerConfig(4096, 64, 512), 500)
 THETA = np.log([*dataclasses.astuple(synthetic_run.RATES), synthetic_run.COLD])
 
 

@@ -53,7 +53,12 @@ def test_latents_windows_and_codes():
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"])
 def test_a_model_is_found_by_its_names(name):
-    assert find_model(name) is KNOWN_MODELS["meta-llama/Llama-3.1-8B"]
+    assert find_model(name) == KNOWN_MODELS["meta-llama/Llama-3.1-8B"]
+
+
+def test_fewer_bits_are_in_the_name():
+    full, fp8, awq = (model_costs(find_model(f"Qwen/Qwen3-32B{ending}")) for ending in ("", "-FP8", "-AWQ"))
+    assert fp8.bytes_kept == full.bytes_kept / 2 and awq.bytes_kept == full.bytes_kept * 4.25 / 16
 
 
 def test_a_model_is_read_from_its_folder(tmp_path):

@@ -18,7 +18,7 @@ HOST = 0.25
 
 
 def setup(num_blocks=100, block_size=16, seqs=8, budget=64, length=512, **more):
-    limits = SchedulerConfig(length, seqs, budget, evict_uncomputed_blocks=False)
+    limits = SchedulerConfig(length, seqs, budget)
     return Setup(limits, num_blocks, block_size, **more)
 
 

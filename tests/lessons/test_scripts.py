@@ -108,6 +108,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "09_gqa": ("The head map", "On several GPUs", None),
     "10_chunked_prefill": ("The real model", "on a clock", None),
     "11_preemption": ("The real model", "Sixteen requests", None),
+    "11b_prediction": ("The real model", "What load does", None),
     "12_multi_lora": ("Four models in one batch", "one adapter too many", None),
 }
 

@@ -17,7 +17,7 @@ import learn.cli
 from engine import arguments, registry
 from engine.serving.cli import add_serve_command
 from engine.serving.proxy import add_proxy_command
-from lab import cli, figures, make_model, replay
+from lab import cli, figures, make_model, predict_command, replay
 from lab.bench import add_bench_commands
 from support import documents
 from support.documents import LESSONS, PAGES, TIMED, TOLD
@@ -114,6 +114,9 @@ def test_commands_are_accepted(page):
             learn.cli.build_parser().parse_args(words[1:])
         elif script == common.HERE / "__main__.py" and words[0] == "make-model":
             make_model.build_parser().parse_args(words[1:])
+        elif script == common.HERE / "__main__.py" and words[0] == "predict":
+            fits = words[1] == "fit"
+            (predict_command.fit_parser() if fits else predict_command.predict_parser()).parse_args(words[1 + fits :])
         elif script == common.HERE / "__main__.py":
             package_parser().parse_args(words)
         elif script.parent.name == "lab":

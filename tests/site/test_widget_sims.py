@@ -33,7 +33,7 @@ needs_node = pytest.mark.skipif(
 
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
-SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "12_multi_lora": 20,
+SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "11b_prediction": 4, "12_multi_lora": 20,
           "06d_load_generator": 30, "06f_openai_api": 50, "04c_speed": 15}  # fmt: skip
 OTHERS = 60  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
@@ -415,6 +415,21 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("11_preemption.mjs", "ceil_div(length - 1, block_size); //", "ceil_div(length + 1, block_size); //"),
         (PREEMPTION, "this.copied += cpu_blocks", "this.copied += cpu_blocks - 1"),
         (PREEMPTION, "num_blocks = ceil_div(computed, this", "num_blocks = ceil_div(computed + 1, this"),
+    ],
+    "11b_prediction": [
+        ("11b_prediction.mjs", "1e6 * Math.log(1 - gap)", "1e6 * Math.log(gap)"),
+        ("11b_prediction.mjs", "Math.max(1000 * WEIGHTS_US, TOKEN_NS * tokens", "Math.max(0, TOKEN_NS * tokens"),
+        ("11b_prediction.mjs", "(q * (q - 1)) / 2", "(q * (q + 1)) / 2"),
+        ("11b_prediction.mjs", "q === 1 ? 0 : q", "q"),
+        ("11b_prediction.mjs", "this.waiting.unshift(victim)", "this.waiting.push(victim)"),
+        ("11b_prediction.mjs", "this.preemptions += 1", "this.preemptions += 2"),
+        ("11b_prediction.mjs", "ceil_div(request.tokens, BLOCK) > this", "ceil_div(request.tokens, BLOCK) >= this"),
+        ("11b_prediction.mjs", "jobs[coming].arrival <= now", "jobs[coming].arrival < now"),
+        ("11b_prediction.mjs", "request.first ??= now", "request.first = now"),
+        ("11b_prediction.mjs", "step.running === max_num_seqs ? 1 : 2", "2"),
+        ("11b_prediction.mjs", "step.tokens === BUDGET", "step.tokens > BUDGET"),
+        ("11b_prediction.mjs", "scheduled <= at", "scheduled < at - 5000"),
+        ("11b_prediction.mjs", "* (values.length - 1)", "* values.length"),
     ],
     "12_multi_lora": [
         ("12_multi_lora.mjs", "this.slots.delete(adapter); //", "//"),

@@ -44,7 +44,7 @@ def rows(count: int = 60, seed: int = 0) -> list[dict[str, Any]]:
     for _ in range(count):
         jobs.append(Job(at, rng.randint(20, 900), rng.randint(10, 200)))
         at += rng.expovariate(12)
-    setup = Setup(SchedulerConfig(4096, 64, 512, evict_uncomputed_blocks=False), 500)
+    setup = Setup(SchedulerConfig(4096, 64, 512), 500)
     model = StepModel(model_costs(find_model(MODEL)))
 
     def seconds(work: Any) -> float:

@@ -199,6 +199,14 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Ends of the names of models whose weights are stored in fewer bits.
+CODES = {
+    "-fp8": _FP8,
+    "-awq": {"quantization_config": {"bits": 4.25}},
+    "-gptq-int4": {"quantization_config": {"bits": 4.25}},
+}
+
+
 def _plain(name: str) -> str:
     """A model's name as it is compared: no owner, and none of the endings that change no shape."""
     name = name.rsplit("/", 1)[-1].lower()
@@ -210,9 +218,11 @@ def _plain(name: str) -> str:
 
 def find_model(name: str) -> Mapping[str, Any]:
     """The configuration of a known model, of a `config.json`, or of a folder with one. Raises InputError."""
+    codes = {ending: config for ending, config in CODES.items() if name.lower().endswith(ending)}
+    wanted = _plain(name.lower().removesuffix(next(iter(codes), "")))
     for known, config in KNOWN_MODELS.items():
-        if _plain(known) == _plain(name):
-            return config
+        if _plain(known) == wanted:
+            return config | next(iter(codes.values()), {})
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -99,7 +99,6 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
         long_prefill_token_threshold=settings["long_prefill_token_threshold"],
         scheduler_reserve_full_isl=settings["scheduler_reserve_full_isl"],
         watermark=settings["watermark"],
-        evict_uncomputed_blocks=False,  # as vLLM decides
     )
     blocks = settings.get("num_gpu_blocks_override")
     setup = Setup(

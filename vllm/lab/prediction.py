@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import common
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -106,13 +107,11 @@ class TimedLoop:
         self, setup: Setup, seconds: Callable[[StepWork], float], host: float, cold: float = 0.0, engines: int = 1
     ) -> None:
         """`host`: from a plan to its launch; the first one takes `cold` longer."""
+        config = dataclasses.replace(setup.scheduler, evict_uncomputed_blocks=False)  # as vLLM decides
         sizes = setup.num_blocks, setup.block_size, setup.enable_prefix_caching
         self.cores = [
-            EngineCore(make_scheduler(setup.scheduler, *sizes, async_scheduling=setup.async_scheduling))
-            for _ in range(engines)
+            EngineCore(make_scheduler(config, *sizes, async_scheduling=setup.async_scheduling)) for _ in range(engines)
         ]
-        for core in self.cores:
-            core.scheduler.config.evict_uncomputed_blocks = False  # as vLLM decides
         self.seconds, self.host, self.cold = seconds, host, cold
         self.depth, self.usable = 1 + setup.async_scheduling, setup.num_blocks - 1
         self.clock = self.gpu = 0.0  # the loop's; when the GPU has done all that it was given
