@@ -331,49 +331,59 @@ def random_model(
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every weight of a Llama without biases, under Transformers' names; experts under Qwen's (`weights.py`)."""
     c = config
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     for i in range(c.num_hidden_layers):
-        attention = {
-            "q_proj": (q, c.hidden_size),
-            "k_proj": (kv, c.hidden_size),
-            "v_proj": (kv, c.hidden_size),
-            "o_proj": (c.hidden_size, q),
-        }
-        if c.mla:
-            attention = c.mla.shapes(c.num_attention_heads, c.hidden_size)
+        moe = c.moe if c.has_experts(i) else None
         found = {
-            "input_layernorm": (c.hidden_size,),
-            **{f"self_attn.{name}": shape for name, shape in attention.items()},
-            "post_attention_layernorm": (c.hidden_size,),
+            "input_layernorm.weight": (c.hidden_size,),
+            **attention_shapes(c),
+            "post_attention_layernorm.weight": (c.hidden_size,),
+            **(expert_shapes(moe, c.hidden_size) if moe else mlp_shapes("mlp", c.hidden_size, c.intermediate_size)),
         }
-        if c.moe and c.has_experts(i):
-            found |= {"mlp.gate": (c.moe.num_experts, c.hidden_size)}
-            for expert in c.moe.experts_held:
-                found |= mlp_shapes(f"mlp.experts.{expert}", c.hidden_size, c.moe.intermediate_size)
-            if c.moe.shared_intermediate_size:
-                found |= mlp_shapes("mlp.shared_expert", c.hidden_size, c.moe.shared_intermediate_size)
-            if c.moe.shared_gate:
-                found |= {"mlp.shared_expert_gate": (1, c.hidden_size)}
-        else:
-            found |= mlp_shapes("mlp", c.hidden_size, c.intermediate_size)
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in found.items()}
-        if c.moe and c.moe.corrected and c.has_experts(i):
-            shapes[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = (c.moe.num_experts,)
-        if c.qk_norm:
-            shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
-        if c.attention_sinks:
-            shapes[f"model.layers.{i}.self_attn.sinks"] = (c.num_attention_heads,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in found.items()}
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
 
 
+def attention_shapes(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """A layer's attention: its matrices, and the norms or sinks of its heads."""
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    matrices = {
+        "q_proj": (q, c.hidden_size),
+        "k_proj": (kv, c.hidden_size),
+        "v_proj": (kv, c.hidden_size),
+        "o_proj": (c.hidden_size, q),
+    }
+    if c.mla:
+        matrices = c.mla.shapes(c.num_attention_heads, c.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": shape for name, shape in matrices.items()}
+    if c.qk_norm:
+        shapes |= {f"self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+    if c.attention_sinks:
+        shapes["self_attn.sinks"] = (c.num_attention_heads,)
+    return shapes
+
+
+def expert_shapes(moe: MoEConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """A router, those experts that are held, and one that all tokens share."""
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (moe.num_experts, hidden)}
+    if moe.corrected:
+        shapes["mlp.gate.e_score_correction_bias"] = (moe.num_experts,)
+    for expert in moe.experts_held:
+        shapes |= mlp_shapes(f"mlp.experts.{expert}", hidden, moe.intermediate_size)
+    if moe.shared_intermediate_size:
+        shapes |= mlp_shapes("mlp.shared_expert", hidden, moe.shared_intermediate_size)
+    if moe.shared_gate:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return shapes
+
+
 def mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
     """The three matrices of an MLP, or of an expert."""
     return {
-        f"{prefix}.gate_proj": (intermediate, hidden),
-        f"{prefix}.up_proj": (intermediate, hidden),
-        f"{prefix}.down_proj": (hidden, intermediate),
+        f"{prefix}.gate_proj.weight": (intermediate, hidden),
+        f"{prefix}.up_proj.weight": (intermediate, hidden),
+        f"{prefix}.down_proj.weight": (hidden, intermediate),
     }
