@@ -16,6 +16,7 @@ from engine.model import llama
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner
 from engine.worker.cuda_graphs import CapturedModel, Tape
+from engine.worker.sleep import Sleeper
 
 chunked, paged = map(registry.lesson, ("10_chunked_prefill", "02_paged_attention"))
 SIZES = {"num_hidden_layers": 3, "sliding_windows": (5, None, 5), "max_position_embeddings": 64}
@@ -97,3 +98,13 @@ def test_layers_of_different_groups_share_memory():
     apart = core_of(False, hybrid=False).runner.cache
     assert len({memory.data_ptr() for memory in apart.layers}) == 3
     assert torch.equal(apart.layers[0][:, 0], torch.zeros_like(apart.layers[0][:, 0])), "the null block"
+
+
+def test_memory_that_layers_share_comes_back_shared():
+    core = core_of(True)
+    sleeper = Sleeper(core.runner, model(True), lambda: llama.random_model(attention_sinks=True, **SIZES))
+    sleeper.sleep(2)
+    assert not any(layer.numel() for layer in (*core.runner.cache.layers, *core.runner.cache.sinks))
+    sleeper.wake_up()
+    assert len({memory.data_ptr() for memory in core.runner.cache.layers}) == 1
+    assert serve(core) == served(True)

@@ -17,7 +17,10 @@ TEXTS = ["The capital of France is", "1 2 3 4 5", "def f(x):", "Once upon a time
 SIZES = {"qwen3_moe": {}, "gpt_oss": {"window": 7}, "mistral": {"window": 9}}
 
 
-@pytest.fixture(scope="module", params=SIZES)
+EXPERT_PARALLEL = ["-tp", "2", "-ep", "--all2all-backend", "all2all"]
+
+
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     """(folder, what Transformers writes after each text)"""
     folder = tmp_path_factory.mktemp("models") / request.param
@@ -34,12 +37,12 @@ def model(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["-tp", "2", "-ep", "--all2all-backend", "all2all"]], ids=" ".join)
+@pytest.mark.parametrize(("model", "flags"), [
+    ("qwen3_moe", []), ("qwen3_moe", EXPERT_PARALLEL), ("gpt_oss", []), ("gpt_oss", EXPERT_PARALLEL), ("mistral", []),
+], indirect=["model"], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
 def test_32_clients_at_once(model, flags):
     """With few blocks, so that some are preempted."""
     folder, answers = model
-    if flags and folder.name == "mistral":
-        flags = flags[:2]  # it has no experts
     limits = ["--max-model-len", "64", "--num-gpu-blocks-override", "33", "--max-num-seqs", "32"]
     with running_server(
         "--model", str(folder), "--served-model-name", "m", *limits, *flags, echo=lambda line: None
