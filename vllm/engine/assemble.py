@@ -21,7 +21,7 @@ from engine.parallel.pipeline import PipelineEngineCore
 from engine.parallel.remote_runner import RemoteRunner
 from engine.parallel.transfers import RemoteConnector
 from engine.seams import Grammar
-from engine.worker.assemble import make_runner
+from engine.worker.assemble import check_attention, make_runner
 
 
 def make_core(  # noqa: PLR0913  one for each thing that others made
@@ -40,6 +40,8 @@ def make_core(  # noqa: PLR0913  one for each thing that others made
     if model.config.mla:
         check_latents(config)
     workers, transfers = config.workers, config.kv_transfer_config
+    whole = getattr(model, "whole_config", model.config)
+    check_attention(whole, config)  # before workers are asked
     remote = RemoteConnector(transfers) if transfers and workers else None
     local = make_connector(transfers) if transfers and not workers else None
     if lora and workers and lora.config.memory != "slots":
@@ -50,7 +52,7 @@ def make_core(  # noqa: PLR0913  one for each thing that others made
         block_size,
         enable_prefix_caching,
         config.plug,
-        groups_of(getattr(model, "whole_config", model.config), config, block_size),
+        groups_of(whole, config, block_size),
         connector=remote or local,
         drafts=config.speculative_config,
         adapters=lora,

@@ -95,6 +95,38 @@ def test_32_at_once_are_transformers_tokens(family, limits, monkeypatch):
             assert scores[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
+def test_memory_is_that_of_a_groups_layers(tmp_path):
+    """Three groups of a layer each: a block has the bytes of one layer, and a sequence takes blocks of all three."""
+    make_model("qwen3", tmp_path / "m", window=WINDOW, vocab_size=99)
+    about = {"kv_cache_memory_bytes": 1 << 18, "max_num_batched_tokens": 32, "max_num_seqs": 8, "block_size": 4}
+    llm = LLM(str(tmp_path / "m"), max_model_len="auto", **about)
+    core, one = llm.llm_engine.core, 2 * 4 * 2 * 32 * 4
+    memory = {layer.data_ptr(): layer.nbytes for layer in core.runner.cache.layers}
+    assert [*memory.values()] == [one * (1 + (1 << 18) // one)] and core.scheduler.kv_cache_manager.managers[2:]
+    context = core.scheduler.config.max_model_len  # 128 blocks, of which each window takes (19 + 32) / 4 and one
+    assert context == 4 * (128 - 2 * 14)
+    out = llm.generate([{"prompt_token_ids": [5] * (context - 1)}], SamplingParams(max_tokens=1))
+    assert len(out[0].outputs[0].token_ids) == 1
+    with pytest.raises(
+        common.InputError, match="num_blocks 50: must be at least 54, for one sequence of max_model_len"
+    ):
+        LLM(str(tmp_path / "m"), max_model_len=100, num_gpu_blocks_override=50, **about)
+
+
+def test_a_windows_blocks_serve_others(tmp_path):
+    """A Mistral's long answer in a pool that is far smaller than it."""
+    theirs = make_model("mistral", tmp_path / "m", window=WINDOW, vocab_size=99)
+    about = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "block_size": 4, "num_gpu_blocks_override": 11}
+    llm = LLM(str(tmp_path / "m"), max_model_len=400, **about)
+    prompt = list(range(9, 50))
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+    answer = output.outputs[0].token_ids
+    with torch.inference_mode():
+        scores = theirs(torch.tensor([[*prompt, *answer[:-1]]])).logits[0]
+    assert len(answer) == 300 and scores[len(prompt) - 1 :].argmax(-1).tolist() == answer
+
+
 # --- What a config says -----------------------------------------------------------------------------------------------
 
 

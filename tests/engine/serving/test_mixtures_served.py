@@ -1,4 +1,5 @@
-"""A folder with experts behind the server: the official client gets what Transformers writes, from every layout."""
+"""A folder with experts, windows or sinks behind the server: the official client gets what Transformers writes, from
+every layout."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ from lab.running_server import running_server
 from support.process_tree import descendants, wait_until_gone
 
 TEXTS = ["The capital of France is", "1 2 3 4 5", "def f(x):", "Once upon a time"] * 8
+SIZES = {"qwen3_moe": {}, "deepseek_v3": {}, "gpt_oss": {"window": 7}, "mistral": {"window": 9}}
+EXPERT_PARALLEL = ["-tp", "2", "-ep", "--all2all-backend", "all2all"]
+SHARED = ["-dp", "2", "-ep"]
+SHARED_IN_PARTS = ["-dp", "2", "-tp", "2", "-ep", "--all2all-backend", "all2all"]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     """(folder, what Transformers writes after each text)"""
     folder = tmp_path_factory.mktemp("models") / request.param
-    theirs, tokenizer = make_model(request.param, folder), Tokenizer(folder)
+    theirs, tokenizer = make_model(request.param, folder, **SIZES[request.param]), Tokenizer(folder)
     theirs.generation_config.eos_token_id = None
     answers = {}
     for text in dict.fromkeys(TEXTS):
@@ -36,16 +41,12 @@ def model(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        [],
-        ["-tp", "2", "-ep", "--all2all-backend", "all2all"],
-        ["-dp", "2", "-ep"],
-        pytest.param(["-dp", "2", "-tp", "2", "-ep", "--all2all-backend", "all2all"], marks=pytest.mark.long),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize(("model", "flags"), [
+    ("qwen3_moe", []), ("qwen3_moe", EXPERT_PARALLEL), ("qwen3_moe", SHARED), ("gpt_oss", []),
+    ("gpt_oss", EXPERT_PARALLEL), ("mistral", []), ("deepseek_v3", []), ("deepseek_v3", EXPERT_PARALLEL),
+    pytest.param("qwen3_moe", SHARED_IN_PARTS, marks=pytest.mark.long),
+    pytest.param("deepseek_v3", SHARED, marks=pytest.mark.long),
+], indirect=["model"], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
 def test_32_clients_at_once(model, flags):
     """With few blocks, so that some are preempted."""
     folder, answers = model

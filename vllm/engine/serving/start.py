@@ -12,10 +12,10 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.engine_args import AUTO, EngineArgs
-from engine.kv_cache_interface import groups_of
+from engine.kv_cache_interface import KVCacheGroup, groups_of, max_blocks
 from engine.llm_engine import LLMEngine
 from engine.model import llama
 from engine.model.config import LlamaConfig
@@ -90,11 +90,10 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     args.kv_cache_memory_bytes = memory
     engine = LLMEngine(model, tokenizer, args, config=args.vllm_config(workers))
     blocks = engine.core.scheduler.kv_cache_manager.block_pool.num_blocks - 1
-    tokens = blocks * args.block_size
+    tokens, sequences = capacity(blocks, args, groups)
     stage(
         "kv cache",
-        f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens "
-        f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})"
+        f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens ({sequences:.1f} sequences of {max_model_len:,})"
         + copies(model.config, args.tensor_parallel_size),
     )
 
@@ -119,6 +118,16 @@ def copies(config: LlamaConfig, ranks: int) -> str:
     kept = max(1, ranks // config.num_key_value_heads)
     what = "latents have no heads" if config.mla else f"of {config.num_key_value_heads} KV heads"
     return f", {kept} copies of each on {ranks} ranks ({what})" if kept > 1 else ""
+
+
+def capacity(blocks: int, args: EngineArgs, groups: Sequence[KVCacheGroup]) -> tuple[int, float]:
+    """What so many blocks hold: (tokens, sequences of `max_model_len`)."""
+    tokens = blocks * args.block_size
+    if not groups:
+        return tokens, tokens / args.context
+    # A token has a place in a block of each, and a window does not keep all of a sequence.
+    per_sequence = max_blocks(groups, args.block_size, args.context, args.max_in_flight_tokens)
+    return tokens // len(groups), blocks / per_sequence
 
 
 def warm_up(engine: LLMEngine) -> None:

@@ -79,12 +79,14 @@ ACCEPTED = {
         "--allowed-media-domains DOMAIN…": "lets requests name URLs there",
         "--trust-request-mm-kwargs": "lets a request say how its media are processed",
     },
-    "every layer here attends to all that came before": {
-        "--disable-sliding-window": "gives up layers that see a window",
-        "--disable-hybrid-kv-cache-manager": "gives all kinds of layers blocks of one size",
+    "a layer sees what its model says here, and has a table with those that see the same": {
+        "--disable-sliding-window": "ends a context where a window ends",
+        "--disable-hybrid-kv-cache-manager": "gives all kinds of layers one table",
+        "--swa-bounded-replay": "computes a window again after a prefix hit",
+    },
+    "every layer here keeps keys and values": {
         "--prefix-cache-retention-interval N": "keeps states of such layers every N tokens",
         "--kv-sharing-fast-prefill": "skips layers that share another one's keys",
-        "--swa-bounded-replay": "computes a window again after a prefix hit",
         "--mamba-backend NAME": "chooses the kernel of state-space layers",
         "--mamba-ssu-algorithm NAME": "chooses its algorithm",
         "--enable-mamba-cache-stochastic-rounding": "rounds their states at random",

@@ -94,14 +94,19 @@ def attention_of(model: LlamaConfig, config: VllmConfig, groups: Sequence[KVCach
         return LatentAttention()
     if not (model.sliding_windows or model.attention_sinks):
         return find_attention(config)
+    check_attention(model, config)
+    return WindowedAttention([group.layers for group in groups] or [range(model.num_hidden_layers)])
+
+
+def check_attention(model: LlamaConfig, config: VllmConfig) -> None:
+    """Raises InputError for attention that does not know what this model's layers see."""
     for name, used in (
         ("kv_cache_dtype", config.kv_cache_dtype != "auto"),
         ("attention_backend", config.attention_backend != "unified"),
         ("plug attention", "attention" in config.plug),
     ):
-        if used:
+        if used and (model.sliding_windows or model.attention_sinks):
             raise common.InputError(f"{name}: not for a model whose layers have windows or sinks")
-    return WindowedAttention([group.layers for group in groups] or [range(model.num_hidden_layers)])
 
 
 def find_attention(config: VllmConfig) -> AttentionBackend:
