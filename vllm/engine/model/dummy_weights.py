@@ -22,7 +22,7 @@ def dummy_weights(config: LlamaConfig) -> Callable[[str], torch.Tensor | None]:
 
     def tensor(name: str) -> torch.Tensor | None:
         of, _, kind = name.rpartition(".")
-        shape = shapes.get(f"{of}.weight")
+        shape = shapes.get(name) or shapes.get(f"{of}.weight")
         if shape is None:
             return None
         generator = torch.Generator().manual_seed(SEED)
