@@ -13,9 +13,9 @@ from engine.model.mla import MLAConfig
 CPU = torch.device("cpu")
 PLAIN = MLAConfig(kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20)
 COMPRESSED = MLAConfig(kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20, q_lora_rank=28)
-EXPERTS = MoEConfig(num_experts=8, top_k=2, intermediate_size=48, scoring="sigmoid", corrected=True,
-                    num_expert_group=4, topk_group=2, routed_scaling_factor=1.5, shared_intermediate_size=96,
-                    dense_layers=(0,))  # fmt: skip
+EXPERTS = MoEConfig(num_experts=8, top_k=2, intermediate_size=48, scoring="sigmoid", router_in_fp32=True,
+                    corrected=True, num_expert_group=4, topk_group=2, routed_scaling_factor=1.5,
+                    shared_intermediate_size=96, dense_layers=(0,))  # fmt: skip
 
 
 def sizes_of(mla: MLAConfig, **sizes: Any) -> dict[str, Any]:

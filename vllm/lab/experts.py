@@ -40,9 +40,9 @@ MODELS = {
         vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
         num_key_value_heads=1, head_dim=576, tie_word_embeddings=False,
         mla=MLAConfig(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=1536),
-        moe=MoEConfig(num_experts=256, top_k=8, intermediate_size=2048, scoring="sigmoid", corrected=True,
-                      num_expert_group=8, topk_group=4, routed_scaling_factor=2.5, shared_intermediate_size=2048,
-                      dense_layers=(0, 1, 2)),
+        moe=MoEConfig(num_experts=256, top_k=8, intermediate_size=2048, scoring="sigmoid", router_in_fp32=True,
+                      corrected=True, num_expert_group=8, topk_group=4, routed_scaling_factor=2.5,
+                      shared_intermediate_size=2048, dense_layers=(0, 1, 2)),
     ),
 }  # fmt: skip
 WEIGHT_BYTES = {"DeepSeek-V3": 1}  # as published, in fp8; the others in bf16

@@ -21,6 +21,7 @@ from engine.llm import LLM
 from engine.quantization.kv_codes import block_bytes
 from engine.request import SamplingParams
 from engine.worker.cuda_graphs import CapturedModel, Tape
+from engine.worker.sleep import Sleeper
 from lab import naive
 from support import needs
 from support.close import assert_close
@@ -180,6 +181,21 @@ def test_latents_that_were_evicted_come_back_from_a_store(real_model, tmp_path, 
     (again,) = llm.generate(prompts[:1], params)
     stats = llm.llm_engine.core.scheduler.connector.stats
     assert stats["bytes_in"] == 2 * block_bytes(latent_model(), 16, "auto") and again.outputs[0].token_ids == want
+
+
+def test_latents_and_their_weights_go_away_and_come_back(real_model):
+    def load():
+        return latent_model(COMPRESSED, DEVICE, moe=EXPERTS)
+
+    model, params = load(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm = LLM(model, tokenizer=real_model[1], max_model_len=64)
+    want = llm.generate([[3, 1, 4]], params)[0].outputs[0].token_ids
+    sleeper = Sleeper(llm.llm_engine.core.runner, model, load)
+    llm.llm_engine.core.scheduler.kv_cache_manager.reset_prefix_cache()
+    sleeper.sleep(2)
+    assert not any(tensor.numel() for tensor in (model.mla[1].kv_b, *llm.llm_engine.core.runner.cache.layers))
+    sleeper.wake_up()
+    assert llm.generate([[3, 1, 4]], params)[0].outputs[0].token_ids == want
 
 
 @pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs.triton)], ids=["torch", "kernel"])

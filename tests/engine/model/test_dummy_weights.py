@@ -16,6 +16,7 @@ from engine.model.dummy_weights import LARGEST, dummy_weights
 from engine.parallel.config import ParallelConfig
 from engine.parallel.stages import load_stage, make_groups
 from engine.quantization.loader import load_model
+from support.latents import COMPRESSED, EXPERTS, latent_model
 
 
 @pytest.mark.parametrize("changed", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}])
@@ -29,6 +30,14 @@ def test_every_weight_of_a_model(tiny_model, changed):
     assert tensors("model.layers.0.self_attn.q_proj.bias").shape == (96,) and tensors("model.layers.9.x.weight") is None
     model = llama.Llama(config, tensors, torch.bfloat16)
     assert model.dtype == torch.bfloat16
+
+
+def test_every_weight_of_a_model_with_latents():
+    config = latent_model(COMPRESSED, moe=EXPERTS).config
+    tensors = dummy_weights(config)
+    for name, shape in llama.tensor_shapes(config).items():
+        assert tuple(tensors(name).shape) == shape, name
+    assert llama.Llama(config, tensors).moe[1].correction.shape == (8,)
 
 
 @pytest.fixture

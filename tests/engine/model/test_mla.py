@@ -17,7 +17,7 @@ from engine.model.config import LlamaConfig
 from engine.model.mla import MLAConfig, MLALayer, mscale
 from engine.model.rope import rope_factors
 from engine.registry import lesson
-from lab import naive
+from lab import experts, naive
 from lab.make_model import make_model
 from support.close import assert_close
 
@@ -157,3 +157,67 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(tmp_path, family)
     assert (moe.num_expert_group, moe.topk_group) == (theirs.n_group or 1, theirs.topk_group or 1)
     assert moe.routed_scaling_factor == theirs.routed_scaling_factor
     assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rms_norm_eps == theirs.rms_norm_eps
+
+
+PUBLISHED = {  # of each model's own config.json; parameters in billions by its card: all, and those of a token
+    "V2-Lite": (15.7, 2.4, {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1,
+        "topk_method": "greedy", "routed_scaling_factor": 1.0, "q_lora_rank": None, "vocab_size": 102400,
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}}),
+    "V2": (236, 21, {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 5120,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 60, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3,
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "q_lora_rank": 1536,
+        "vocab_size": 102400,
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}}),
+    "V3": (671, 37, {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "vocab_size": 129280, "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}}),
+}  # fmt: skip
+ALIKE = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+    "attention_bias": False, "hidden_act": "silu", "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "tie_word_embeddings": False, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_and_count_what_their_cards_say(tmp_path, name):
+    total, active, fields = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(ALIKE | fields))
+    config = LlamaConfig.from_folder(tmp_path, quantized=True)
+    found = experts.parameters(config)
+    assert found["total"] / 1e9 == pytest.approx(total, rel=0.005)
+    assert (found["active"] + found["embedding"]) / 1e9 == pytest.approx(active, rel=0.11), "rounded, embedding or not"
+    kept = config.num_hidden_layers * 576 * 2
+    assert experts.kv_bytes_per_token(config) == kept == {"V3": 70272}.get(name, kept)
+    if name == "V3":
+        of_lab = experts.MODELS["DeepSeek-V3"]
+        assert (config.mla, config.moe) == (of_lab.mla, of_lab.moe)
+        assert llama.tensor_shapes(config) == llama.tensor_shapes(of_lab)
+
+
+def test_16_bits_move_the_logits_by_no_more_than_transformers(tmp_path):
+    """The router computes in fp32 there and here: it decides between scores that are nearly equal."""
+    theirs = make_model("deepseek_v3", tmp_path / "model", vocab_size=300)
+    exact, model = (loader.load(str(tmp_path / "model"), dtype, torch.device("cpu"))[0]
+                    for dtype in (torch.float32, torch.bfloat16))  # fmt: skip
+    assert model.moe[1].gate.dtype == model.moe[1].correction.dtype == torch.float32
+    ids = torch.randint(300, (60,), generator=torch.Generator().manual_seed(2))
+    want, ours = (m.logits(m.forward(ids, torch.arange(60), naive.recompute)) for m in (exact, model))
+    with torch.inference_mode():
+        rounded = theirs.to(torch.bfloat16)(ids[None]).logits[0]
+    assert ours.dtype == torch.bfloat16
+    assert common.relative_error(ours, want) < 1.25 * common.relative_error(rounded, want)

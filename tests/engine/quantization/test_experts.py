@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from engine.experts.grouped_matmul import align_block_size
 from engine.experts.stacked import StackedExperts
 from engine.llm import LLM
-from engine.model import llama
+from engine.model import folders, llama
+from engine.model.tokenizer import Tokenizer
 from engine.quantization import grouped_dequant
 from engine.quantization.algorithms import rtn
 from engine.quantization.checkpoints import load_checkpoint
@@ -28,6 +29,7 @@ from lab.make_model import make_model
 from support import mixtures
 from support.checkpoints import QUANTIZATION, checkpoint_layer, eight_bit_layer
 from support.close import assert_close
+from support.latents import COMPRESSED, EXPERTS, latent_model
 
 NAMES = ["int4-g64", "int4-g32", "int8", "fp8", "mxfp4", "mxfp8", "q4_1", "q8_0"]
 SIZES = dict(seed=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_size=128, intermediate_size=128,
@@ -113,6 +115,22 @@ def test_every_method_rounds_experts_and_no_router(method):
         assert quantized.linear[f"layers.{i}.shared_down_proj"].weight is None
     assert isinstance(model.moe[0].experts, StackedExperts), "the model itself is left alone"
     assert naive.generate(quantized, [5, 9, 2], 3)
+
+
+@pytest.mark.parametrize("method", ["int4", "int8_per_channel_weight_only"])
+def test_of_latent_attention_what_is_folded_stays_floats(method):
+    """It is no product with hidden states, but between two of them."""
+    mla = dataclasses.replace(COMPRESSED, q_lora_rank=64, v_head_dim=32)
+    moe = dataclasses.replace(EXPERTS, intermediate_size=64, shared_intermediate_size=64)
+    model = latent_model(mla, mixtures.CPU, hidden_size=128, intermediate_size=128, moe=moe)
+    quantized = quantize_model(model, method)
+    names = ("qkv_a_proj", "q_b_proj", "o_proj", "shared_down_proj")
+    assert all(quantized.linear[f"layers.1.{name}"].weight is None for name in names)
+    assert quantized.mla[1].kv_b is model.mla[1].kv_b and isinstance(quantized.moe[1].experts, QuantizedExperts)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    llm = LLM(quantized, tokenizer=Tokenizer(folders.model_folder()), max_model_len=64)
+    found = llm.generate([{"prompt_token_ids": [5, 9, 2]}], params)[0].outputs[0].token_ids
+    assert found == naive.generate(quantized, [5, 9, 2], 5)
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(ROUNDED)))

@@ -70,6 +70,7 @@ def test_32_clients_at_once(model, flags):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
 def test_a_worker_that_is_killed_ends_the_engines_that_share_its_experts(model):
     """Whoever waits for an answer hears which engine it was, and why."""
     flags = ["--max-model-len", "1024", "-dp", "2", "-ep", "--all2all-backend", "all2all"]

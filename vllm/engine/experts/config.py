@@ -25,6 +25,7 @@ class MoEConfig:
     intermediate_size: int  # I, of one expert
     renormalize: bool = True  # the weights of a token's experts add up to one
     scoring: str = "softmax"  # or "sigmoid": every expert by itself, as in DeepSeek-V3
+    router_in_fp32: bool = False  # whatever the model computes in
     corrected: bool = False  # experts are chosen by their score and a correction, a weight of the router
     num_expert_group: int = 1  # experts lie in so many groups, and a token visits
     topk_group: int = 1  # those of so many of them
@@ -136,6 +137,7 @@ def _deepseek(given: Mapping[str, Any], v3: bool, where: Any) -> MoEConfig:
         width,
         renormalize,
         scoring="sigmoid" if v3 else "softmax",
+        router_in_fp32=True,
         corrected=v3,
         num_expert_group=groups,
         topk_group=best,

@@ -52,7 +52,7 @@ class MoELayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Shapes: [T, H] -> [T, H]."""
-        weights, ids = route(F.linear(x, self.gate, self.gate_bias), self.config, self.correction)
+        weights, ids = route(F.linear(x.to(self.gate.dtype), self.gate, self.gate_bias), self.config, self.correction)
         return self.experts(x, weights, ids)
 
     @property

@@ -184,10 +184,10 @@ class Llama:
                     gate_up[i, I:].copy_(get(f"{name}.up_proj.{kind}", I, *columns[0]))
                     down[i].copy_(get(f"{name}.down_proj.{kind}", H, *columns[1]))
         shared_gate = self._own([get(f"{prefix}.shared_expert_gate.weight", 1, H)]) if moe.shared_gate else None
-        gate = self._own([get(f"{prefix}.gate.weight", moe.num_experts, H)])
         gate_bias = self._own([get(f"{prefix}.gate.bias", moe.num_experts)]) if moe.bias else None
-        correction = None
-        if moe.corrected:  # as exact as it was trained: it decides between scores that are nearly equal
+        gate, correction = get(f"{prefix}.gate.weight", moe.num_experts, H), None
+        gate = gate.to(self.device, torch.float32 if moe.router_in_fp32 else self.dtype)
+        if moe.corrected:
             correction = get(f"{prefix}.gate.e_score_correction_bias", moe.num_experts).to(self.device, torch.float32)
         return MoELayer(moe, gate, experts, gate_bias, correction, shared_gate)
 
