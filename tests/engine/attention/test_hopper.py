@@ -20,6 +20,7 @@ from engine.attention import hopper
 from lab import cli, recorded
 from support import gluon_emulator, needs, scripts
 from support.close import assert_close
+from support.tiers import and_slowly
 
 flash, page = registry.lesson("03_flash_attention"), cli.numbers("03_flash_attention")
 PATH = Path(hopper.__file__)
@@ -48,7 +49,7 @@ def emulate(module, q, k, v, batch, causal):
     return out.to(device), lse.to(device)
 
 
-@pytest.mark.parametrize("slow", ["odd", "even", "groups"])
+@pytest.mark.parametrize("slow", and_slowly(["groups"], [("odd",), ("even",)]))
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_groups_of_warps_compute_attention(batch, causal, slow):

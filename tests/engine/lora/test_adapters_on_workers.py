@@ -177,7 +177,8 @@ def test_served_adapters_on_workers(real_model, layout):
     import httpx
 
     folder, names = common.HERE / "adapters", ("pirate", "json", None)
-    engine = make_llm_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
+    options = {"enable_lora": True, "max_loras": 2, "max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 0.1}
+    engine = make_llm_engine(*real_model, **options)
     params, truths = SamplingParams(temperature=0, max_tokens=12), {}
     for name in filter(None, names):
         engine.lora.add_adapter(name, folder / name)

@@ -114,7 +114,7 @@ def test_a_file_answers_as_the_weights_that_its_blocks_stand_for(kinds, tmp_path
 def test_the_engine_serves_a_file_and_converts_it_once(tmp_path, empty_cache):
     file = tmp_path / "small [Q4_K_M].gguf"
     made = write_gguf(file, q4_k_m)
-    engine = make_llm_engine(str(file), max_model_len=64)
+    engine = make_llm_engine(str(file), max_model_len=64, num_gpu_blocks_override=10)
     engine.add_request("a", {"prompt_token_ids": [5, 2, 90]}, SamplingParams(temperature=0, max_tokens=4))
     while not (heard := engine.step()):
         pass

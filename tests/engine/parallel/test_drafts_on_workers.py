@@ -378,7 +378,7 @@ PIRATE = f"pirate={common.HERE / 'adapters' / 'pirate'}"
 ], ids=str)  # fmt: skip
 def test_served(real_model, method, flags):
     """The texts and log probabilities of one process without drafts, for eight clients at once."""
-    engine = make_llm_engine(*real_model, enable_lora=True, max_model_len=256, max_num_seqs=8)
+    engine = make_llm_engine(*real_model, enable_lora=True, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1)
     name = "pirate" if "--enable-lora" in flags else None
     if name:
         engine.lora.add_adapter(name, common.HERE / "adapters" / name)

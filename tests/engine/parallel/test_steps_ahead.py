@@ -364,7 +364,7 @@ def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypa
                          ids=str)  # fmt: skip
 def test_served(real_model, flags):
     """Eight clients read the texts of one process that plans in step, and a signal ends all processes."""
-    engine, want = make_llm_engine(*real_model, max_model_len=256, max_num_seqs=8), {}
+    engine, want = make_llm_engine(*real_model, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1), {}
     for i, text in enumerate(TEXTS):
         engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=12))
     while engine.has_unfinished_requests():

@@ -109,9 +109,9 @@ NO_KEYS = [None, "Bearer wrong", "Bearer ", "key-1", "Bearer key-", "Bearer key-
 
 
 def test_without_the_key_nothing_is_said():
+    llm, app = serve(keys=["key-1", "key-2"])
     for sent, path in itertools.product(NO_KEYS, ["/v1/models", "/v1/completions", "/tokenize", "/v1/nowhere"]):
         with named(sent, path):
-            llm, app = serve(keys=["key-1", "key-2"])
             headers = {"authorization": sent} if sent else {}
             heard = ask(app, path, P, headers=headers)
             check_error(heard, 401)

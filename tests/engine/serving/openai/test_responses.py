@@ -295,9 +295,9 @@ WRONG = [
 
 
 def test_wrong_requests():
+    llm, app = serve(strict_fields=True)
     for body, status, param, text in WRONG:
         with named(body, status, param, text):
-            llm, app = serve(strict_fields=True)
             heard = ask(app, body)
             error = heard.json["error"]
             assert heard.status == status == error["code"] and error["param"] == param, error
@@ -315,9 +315,9 @@ HALVES = [
 
 def test_half_a_surrogate_pair_is_refused_in_every_field():
     """A response repeats what was asked for; half a character cannot be repeated."""
+    llm, app = serve()
     for (field, value), stream in itertools.product(HALVES, [False, True]):
         with named(field, value, stream):
-            llm, app = serve()
             heard = ask(app, X | {"tool_choice": "none", "stream": stream, field: value})
             error = heard.json["error"]
             assert heard.status == 400 and error["param"] == field and "half of a surrogate pair" in error["message"]
