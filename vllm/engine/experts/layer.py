@@ -1,7 +1,7 @@
 """A layer of experts: a router, and the experts that it sends each token to.
 
 Owns the layer's weights and the products on a CPU; called by the model in the place of an MLP. It never knows a rank,
-nor which family it is of. vLLM: `vllm/model_executor/layers/fused_moe/layer.py:FusedMoE`.
+nor which family it is of. vLLM: `vllm/model_executor/layers/fused_moe/layer.py:FusedMoEFactory`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The experts of a layer in floats, stacked: one matrix [2·I, H] and one [H, I] for each.
 
 Owns their weights; called by `layer` with the choice that the router made. It never routes. vLLM:
-`vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py`, and `cpu_fused_moe.py` beside it.
+`vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py`, `experts/cpu_moe.py`.
 """
 
 from __future__ import annotations

@@ -53,12 +53,13 @@ class Worker:
 
     def __init__(self, world: GroupCoordinator | None = None) -> None:
         self.world = world
+        self.ep: GroupCoordinator | None = None  # the ranks of all engines that share experts, if any do
 
     def load_model(self, spec: WorkerSpec) -> int:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
-        self.ep = self.world if spec.parallel.data_parallel_size > 1 else None  # with other engines' ranks
+        self.ep = self.world if spec.parallel.data_parallel_size > 1 else None
         self.model = self._load()
         return parameters_held(self.model)
 

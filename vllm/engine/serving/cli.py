@@ -291,7 +291,12 @@ def add_parallel_flags(add: Callable[..., Any]) -> None:
     """Workers, engines and machines."""
     add("--tensor-parallel-size", "-tp", type=WHOLE(), metavar="N", help="shards of a layer (06c)")
     add("--pipeline-parallel-size", "-pp", type=WHOLE(), metavar="N", help="ranges of layers (06c)")
-    add("--enable-expert-parallel", "-ep", action=SWITCH, help="shards have whole experts, not slices of each")
+    add(
+        "--enable-expert-parallel",
+        "-ep",
+        action=SWITCH,
+        help="ranks have whole experts; with -dp, those of all engines",
+    )
     add("--all2all-backend", choices=ALL2ALL_BACKENDS, help="what travels then: sums, or tokens to their experts")
     add("--enable-eplb", action=SWITCH, help="experts move to where they had better be")
     add("--num-redundant-experts", type=WHOLE(), metavar="N", help="slots of a layer beyond one for each")

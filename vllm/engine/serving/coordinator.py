@@ -20,8 +20,8 @@ from engine.serving.wire import loads
 class DPCoordinator:
     """Collects the engines' queue lengths and tells all API servers, at most every 100 ms (`v1/engine/coordinator.py`).
 
-    A thread of the process that started the engines. vLLM's is a process, and has a second duty: engines that share a
-    mixture of experts must step together, also those that have nothing to do, because the others need their experts.
+    A thread of the process that started the engines. vLLM's is a process, and has a second duty: it wakes engines that
+    share experts, and must step together, when one of them has got a request. Here the front end does (`dp_client`).
     """
 
     INTERVAL = 0.1
