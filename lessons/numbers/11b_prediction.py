@@ -6,6 +6,7 @@ import common  # first: it settles the device before torch is used
 
 import argparse
 import functools
+import math
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lab.predict_command import fit_command, fit_parser
 from lab.predict_setup import blocks_that_fit
 from lab.prediction_report import read_llmservingsim
 from lab.records import concurrency, percentile
-from lab.step_time import step_work
+from lab.step_time import StepWork, step_work
 
 KEY = "11b_prediction"
 lesson = registry.lesson(KEY)
@@ -114,6 +115,15 @@ def parts_of(chunks: list[tuple[int, int]]) -> dict[str, Any]:
     return parts | {"all": sum(parts.values())}
 
 
+def if_steps_are_slower(rate: int, percent: int = 5) -> float:
+    """How much longer P99 to the first token is then, as a share."""
+
+    def slower(work: StepWork) -> int:
+        return lesson.COST(work) * (100 + percent) // 100
+
+    return p99(lesson.run_of(lesson.serve(rate).jobs, cost=slower)) / p99(lesson.serve(rate)) - 1
+
+
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers. Milliseconds for steps, seconds for latencies."""
@@ -127,13 +137,7 @@ def facts() -> dict[str, Any]:
     limits = SchedulerConfig(lesson.COSTS.max_model_len, 1024, lesson.BUDGET)
     steps = {name: parts_of(chunks) for name, chunks in BATCHES.items()}
     recovered = {
-        one.name: {
-            "truth": one.truth,
-            "fitted": one.fitted,
-            "sigma": one.sigma,
-            "before": lesson.SHEET[one.name].spread,
-        }
-        for one in lesson.recover()
+        one.name: {"truth": one.truth, "fitted": one.fitted, "doubt": math.expm1(one.sigma)} for one in lesson.recover()
     }
     naive = lesson.naive_seconds(per_second, last.input_len, last.output_len)
     return {
@@ -154,6 +158,7 @@ def facts() -> dict[str, Any]:
                      "p99": overload["p99_us"] / 1e6, "p99_of_six": short["p99_us"] / 1e6},
         "recovered": recovered, "batches": len(lesson.BATCHES),
         "band": {"known": percentile(lesson.serve(6).latency, 99) / 1e6, "low": low, "high": high},
+        "slower": {str(rate): if_steps_are_slower(rate) for rate in (4, 8, 9, 10)},
         "steps_at": {str(rate): len(lesson.serve(rate).steps) for rate in RATES},
     }  # fmt: skip
 
@@ -205,5 +210,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         common.heading(f"Held against the real vLLM: {folder}")
         found = fit_command(fit_parser().parse_args([str(LOGS / folder / "requests.jsonl"), *flags]))
         theirs = read_llmservingsim(LOGS / folder / "llmservingsim_summary.txt")
-        bench[name] = {"errors": found["errors"], "sigma": found["sigma"], "llmservingsim": theirs}
+        doubt = {rate: math.expm1(sigma) for rate, sigma in found["sigma"].items()}  # as the table above has it
+        bench[name] = {"errors": found["errors"], "doubt": doubt, "llmservingsim": theirs}
     return bench

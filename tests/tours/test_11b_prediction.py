@@ -50,6 +50,11 @@ def test_the_queue_above_the_knee_grows_with_the_run():
     assert "OVERLOADED, by step time" in page.describe(long)
 
 
+def test_an_error_in_a_step_is_larger_in_a_wait_near_the_knee():
+    assert 0.05 < page.if_steps_are_slower(4) < 0.1 < 0.3 < page.if_steps_are_slower(8)
+    assert page.if_steps_are_slower(4, percent=0) == 0
+
+
 def test_no_run_owns_what_there_is_not():
     for engine in page.ENGINES.values():
         params = page.WIDGET_DEFAULT | engine | {"rate": 12}

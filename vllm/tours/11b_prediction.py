@@ -34,7 +34,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -178,11 +178,16 @@ def serve(rate: int, max_num_seqs: int = 1024, num_blocks: int = BLOCKS, seconds
     return run_of(jobs, max_num_seqs, num_blocks)
 
 
-def run_of(jobs: list[Job], max_num_seqs: int = 1024, num_blocks: int = BLOCKS) -> Run:
-    """The run of these requests."""
+def run_of(
+    jobs: list[Job],
+    max_num_seqs: int = 1024,
+    num_blocks: int = BLOCKS,
+    cost: Callable[[StepWork], int] = COST,
+) -> Run:
+    """The run of these requests, if a step takes what `cost` says."""
     limits = SchedulerConfig(2 * BUDGET, max_num_seqs, BUDGET)
     setup = Setup(limits, num_blocks + 1, enable_prefix_caching=False, async_scheduling=False)
-    (found,) = predict(jobs, setup, COST, host=0)
+    (found,) = predict(jobs, setup, cost, host=0)
     return Run(jobs, found.outcomes, found.steps)
 
 
@@ -346,8 +351,8 @@ def tell_constants(args: Any) -> None:
     """Rates from timed batches."""
     common.heading(f"6. Constants from {len(BATCHES)} timed batches of a card that is off its data sheet")
     found = recover(args.seed)
-    rows = [[one.name, f"± {100 * SHEET[one.name].spread:.0f} %", f"{one.truth:.2f}", f"{one.fitted:.2f}",
-             f"± {100 * one.sigma:.0f} %"] for one in found]  # fmt: skip
+    rows = [[one.name, f"± {100 * math.expm1(SHEET[one.name].spread):.0f} %", f"{one.truth:.2f}", f"{one.fitted:.2f}",
+             f"± {100 * math.expm1(one.sigma):.0f} %"] for one in found]  # fmt: skip
     common.table(["rate, 1 = data sheet", "before", "truth", "fitted", "how sure"], rows)
     far = max(abs(math.log(one.fitted / one.truth)) / one.sigma for one in found)
     if far > 4:
