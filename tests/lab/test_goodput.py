@@ -711,7 +711,7 @@ def not_the_oldest(self, output):
 
 @pytest.mark.parametrize(("owner", "method", "broken"), [
     (Scheduler, "_schedule_waiting", newest_first),
-    (Scheduler, "num_slots", lambda self, request: 10**9),
+    (KVCacheManager, "get_num_blocks_to_allocate", lambda self, request, num_tokens, computed=(): 10**9),
     (Scheduler, "_schedule_running", not_the_oldest),
     (KVCacheManager, "allocate_slots", lambda self, request, n: None),
 ])  # fmt: skip
