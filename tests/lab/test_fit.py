@@ -124,6 +124,28 @@ def test_another_run_is_predicted_from_the_first_requests_of_one(rate):
         assert np.median(ours) == pytest.approx(np.median(theirs), rel=0.05)
 
 
+@pytest.mark.parametrize("rate, prompts, answers", [(6.0, (1024, 4096), (64, 256)), (8.0, (2048, 6144), (16, 64))])
+def test_a_server_is_fitted_that_the_data_sheet_takes_for_faster(rate, prompts, answers):
+    """Prompts that arrive while others decode: with rates that are too fast, too few of them do, and decisions are all
+    others. In the second case the server is full, and by the data sheet has room."""
+    model, gpu = StepModel(model_costs(find_model("Llama-3.1-8B"))), find_gpu("H100")
+    guesses = data_sheet(gpu, model.costs)
+    off = dict(weights=1.08, products=1.25, cache=0.8, attention=1.4, exchange=1, sequence=1.5, fixed=2, host=0.7)
+    truth = Fit(StepRates(**{name: off[name] * guess.rate for name, guess in guesses.items()}), 0.1, {})
+    rng, jobs, at = random.Random(1), [], 0.0
+    for _ in range(60):
+        at += rng.expovariate(rate)
+        jobs.append(Job(at, rng.randint(*prompts), rng.randint(*answers)))
+    setup = Setup(SchedulerConfig(131072, 1024, 8192), 8000, enable_prefix_caching=False)
+    (seen,) = predict_with(truth, jobs, setup, model)
+    times = [[outcome.queued for outcome in seen.outcomes], [outcome.scheduled for outcome in seen.outcomes]]
+    times += [[outcome.times[end] for outcome in seen.outcomes] for end in (0, -1)]
+    (found,) = predict_with(fit_run(jobs, setup, model, guesses, Observed(*times)), jobs, setup, model)
+    for end in (0, -1):
+        ours, theirs = ([o.times[end] - o.queued for o in each.outcomes] for each in (found, seen))
+        assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.06)
+
+
 def test_the_example_is_what_its_script_writes(tmp_path):
     synthetic_run.write(tmp_path)
     for name in ("requests.jsonl", "meta.json"):

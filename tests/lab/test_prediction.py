@@ -51,6 +51,11 @@ def test_without_a_step_ahead_the_gpu_waits_for_the_host():
     assert found.outcomes[0].times == [1.25, 2.5, 3.75]
 
 
+def test_where_the_host_is_slower_than_the_gpu_it_sets_the_pace():
+    found = run([Job(0.0, 10, 3)], setup(), lambda work: 0.1)
+    assert found.outcomes[0].times == pytest.approx([0.5, 0.75, 0.85])
+
+
 def test_the_first_launch_of_a_process_takes_longer():
     found = run([Job(0.0, 10, 2), Job(50.0, 10, 2)], setup(), cold=2.0)
     assert [outcome.times for outcome in found.outcomes] == [[3.25, 4.25], [51.25, 52.25]]

@@ -166,7 +166,7 @@ def as_fit(theta: np.ndarray, covariance: np.ndarray) -> Fit:
 # by so many seconds; and all of them by one share, as by a model that is a little wrong. The last is one and the same
 # error, seen in many requests, so that together they count as so many.
 NOISE, READING, DRIFT, DRIFT_COUNT = 0.05, 3e-4, 5e-3, 20
-LATENCY = 0.03
+LATENCY, GOOD = 0.03, 4.0  # a latency's; from this mean square of them on, no other start is tried
 STARTS = (0.0, -0.4, -0.2, 0.2, 0.4)  # of the logarithms of all rates but those that are known well
 
 
@@ -230,23 +230,31 @@ def fit_run(
         predictions = predict_with(as_fit(theta, np.zeros((len(theta), len(theta)))), jobs, setup, model, len(observed))
         return misfit(predictions, observed) + (((theta - center) / spread) ** 2).sum(), predictions
 
-    # All slower or faster at first: on a server that is full, and by the guess is not, all decisions are others.
-    starts = [center + shift * (spread > 0.05) for shift in STARTS]
-    best, at = min(((decide(start), i) for i, start in enumerate(starts)), key=lambda one: one[0][0])
-    theta = starts[at]
-    for _ in range(rounds):
-        found, covariance = least_squares(run_residuals(model, best[1], observed), told, theta)
-        for share in (1.0, 0.5, 0.25, 0.1):
-            tried = theta + share * (found - theta)
-            if (now := decide(tried))[0] < best[0]:
+    def descend(theta: np.ndarray, best: tuple[float, list[Prediction]]) -> tuple[float, list[Prediction], np.ndarray]:
+        for _ in range(rounds):
+            found, _ = least_squares(run_residuals(model, best[1], observed), told, theta)
+            for share in (1.0, 0.5, 0.25, 0.1):
+                tried = theta + share * (found - theta)
+                if (now := decide(tried))[0] < best[0]:
+                    break
+            else:
                 break
-        else:
+            enough = np.abs(tried - theta).max() < 0.01 or best[0] - now[0] < 0.01 * best[0]
+            theta, best = tried, now
+            if enough:
+                break
+        return *best, theta
+
+    # All slower or faster at first: on a server that is full, and by the guess is not, all decisions are others.
+    starts = [(start, decide(start)) for start in (center + shift * (spread > 0.05) for shift in STARTS)]
+    starts.sort(key=lambda start: start[1][0])
+    ends = []
+    for start in starts:
+        ends.append(descend(*start))
+        if ends[-1][0] < GOOD * 2 * len(observed):
             break
-        moved, enough = np.abs(tried - theta).max(), best[0] - now[0] < 0.01 * best[0]
-        theta, best = tried, now
-        if moved < 0.01 or enough:
-            break
-    _, covariance = least_squares(run_residuals(model, best[1], observed), told, theta, rounds=0)
+    _, predictions, theta = min(ends, key=lambda end: end[0])
+    _, covariance = least_squares(run_residuals(model, predictions, observed), told, theta, rounds=0)
     return as_fit(theta, covariance)
 
 
