@@ -40,3 +40,10 @@ def test_a_folder_that_is_there_and_a_family_that_is_not_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(common.InputError, match=r"file.*Not a directory|file.*File exists"):
         make_model.main(["llama", str(tmp_path / "file" / "below")])
+
+
+def test_a_window_is_for_families_that_have_one(tmp_path, capsys):
+    make_model.main(["mistral", str(tmp_path / "m"), "--window", "9"])
+    assert LlamaConfig.from_folder(tmp_path / "m").sliding_windows == (9, 9, 9) and capsys.readouterr().out
+    with pytest.raises(common.InputError, match="window: not for family 'llama', whose layers see everything"):
+        make_model.main(["llama", str(tmp_path / "l"), "--window", "9"])

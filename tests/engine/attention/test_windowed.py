@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import functools
 
 import pytest
@@ -75,8 +77,8 @@ def test_recorded_steps_change_no_token(hybrid, full, kernels):
     """Several tables are not in a whole step's recording: attention then runs between two pieces."""
     core = core_of(True, hybrid)
     runner = core.runner
-    limits = core.scheduler.config
-    runner.graphs = CapturedModel(runner.model, runner.cache, runner.attend, limits, graph_class=Tape, full=full)
+    about = {"graph_class": torch.cuda.CUDAGraph if common.HAS_GPU else Tape, "full": full}
+    runner.graphs = CapturedModel(runner.model, runner.cache, runner.attend, core.scheduler.config, **about)
     assert serve(core) == served(True)
     assert any(whole for _, whole in runner.graphs.captured) == full and runner.graphs.num_replays
 

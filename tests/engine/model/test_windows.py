@@ -201,16 +201,37 @@ def test_another_gpt_oss_is_refused_by_name(tmp_path, changes, words):
         LlamaConfig.from_folder(tmp_path)
 
 
-def test_its_published_weights_are_in_mxfp4_and_refused_by_name(tmp_path):
-    """Four bits as they are stored there, or made here, need a kernel that knows biases and the cut gate."""
-    folder = tmp_path / "m"
-    make_model("gpt_oss", folder, vocab_size=99)
+def test_its_published_weights_are_decoded_when_they_are_read(tmp_path):
+    """MXFP4: two codes in a byte, a scale for 32 of them. Transformers' own decoder says what they mean."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder, generator = tmp_path / "m", torch.Generator().manual_seed(2)
+    theirs = make_model("gpt_oss", folder, vocab_size=99, intermediate_size=96)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        E, K, N = tensors.pop(name).shape
+        blocks = torch.randint(256, (E, N, K // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(122, 126, (E, N, K // 32), generator=generator).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        theirs.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path, stored = folder / "config.json", {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    model, _ = load_model(str(folder), torch.float32, None)
+    ids = torch.randint(99, (60,), generator=generator).tolist()
+    with torch.inference_mode():
+        assert_close(logits_of(model, ids), theirs(torch.tensor([ids])).logits[0])
+    path.write_text(path.read_text().replace("mxfp4", "gptq"))
+    with pytest.raises(common.InputError, match="quantization_config is not supported here"):
+        LlamaConfig.from_folder(folder)
+
+
+def test_experts_with_biases_are_not_quantized_here(tmp_path):
+    """No kernel of few bits knows biases and the cut gate."""
+    make_model("gpt_oss", tmp_path / "m", vocab_size=99)
     with pytest.raises(common.InputError, match="--quantization int8: not for experts with biases"):
-        load_model(str(folder), torch.float32, "int8")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(common.InputError, match="quant_method 'mxfp4'; allowed: "):
-        load_model(str(folder), torch.float32, None)
+        load_model(str(tmp_path / "m"), torch.float32, "int8")
 
 
 def test_dummy_weights_have_sinks_and_biases(tmp_path):

@@ -288,7 +288,8 @@ class HybridKVCacheManager:
 
         Returns the new blocks of each group, or None if the pool has too few for all groups together; then no group
         gets any. Blocks that left a window are freed in either case: nobody will read them. Drafts that are on their
-        way may be taken back, and what is computed then sees further back, so they do not count.
+        way may be taken back, and what is computed then sees further back, so they do not count. (In vLLM no token does
+        that is on its way; here steps run in order, and whoever gets the block writes it in a later one.)
         """
         hits = new_computed_blocks or [()] * len(self.managers)
         request_id, computed, pool = request.request_id, request.num_computed_tokens, self.block_pool

@@ -58,8 +58,9 @@ def open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], t
 def part_of_stack(where: dict[str, Any], name: str) -> torch.Tensor | None:
     """Of a tensor of experts under Qwen's name, what a gpt-oss's file has of it; None if that is not in this one.
 
-    There a layer's experts are one tensor, whose matrices are transposed, and a row of a gate and one of an up take
-    turns. mlp.experts.3.up_proj.weight [I, H] -> mlp.experts.gate_up_proj [E, H, 2·I], of expert 3 every second column.
+    There a layer's experts are one tensor, and a row of a gate and one of an up take turns. In floats its matrices are
+    transposed: mlp.experts.3.up_proj.weight [I, H] -> mlp.experts.gate_up_proj [E, H, 2·I], of expert 3 every second
+    column. In MXFP4 they are not: gate_up_proj_blocks uint8 [E, 2·I, H / 32, 16], gate_up_proj_scales [E, 2·I, H / 32].
     """
     found = re.fullmatch(r"(.*\.mlp)\.(?:gate|experts\.(\d+)\.(gate|up|down)_proj)\.(weight|bias)", name)
     if found is None:
@@ -68,13 +69,30 @@ def part_of_stack(where: dict[str, Any], name: str) -> torch.Tensor | None:
     if expert is None:
         name = f"{prefix}.router.{kind}"
         return where[name].get_tensor(name) if name in where else None
-    name = f"{prefix}.experts.{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
-    if name not in where:
-        return None
-    tensor = where[name].get_slice(name)[int(expert)]
+    name, rows = f"{prefix}.experts.{'down' if part == 'down' else 'gate_up'}_proj", slice(None)
     if part != "down":
-        tensor = tensor[..., part == "up" :: 2]
-    return tensor.mT if kind == "weight" else tensor
+        rows = slice(int(part == "up"), None, 2)
+
+    def of_expert(name: str) -> torch.Tensor:
+        return where[name].get_slice(name)[int(expert)]
+
+    if kind == "bias":
+        return of_expert(f"{name}_bias")[rows] if f"{name}_bias" in where else None
+    if f"{name}_blocks" in where:
+        return decode_mxfp4(of_expert(f"{name}_blocks")[rows], of_expert(f"{name}_scales")[rows])
+    return of_expert(name)[:, rows].mT if name in where else None
+
+
+def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Floats of four bits in blocks of 32 that share a power of two (OCP Microscaling).
+
+    Semantics: a byte has two codes, the low half first; a code is a sign and one of eight sizes; times 2^(scale − 127).
+    Shapes: blocks uint8 [N, K / 32, 16], scales uint8 [N, K / 32] -> bf16 [N, K], which is exact.
+    """
+    sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = torch.tensor([*sizes, *(-size for size in sizes)])
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2).long()  # [N, K / 32, 32]
+    return torch.ldexp(values[codes], scales.int()[..., None] - 127).flatten(1).bfloat16()
 
 
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -19,8 +19,11 @@ from engine.quantization.methods import quantize_model
 
 
 def stored_quantization(folder: Path, asked: str | None) -> str | None:
-    """What a folder's weights are in; None: floats. Raises InputError if something else was `asked` for."""
+    """What a folder's weights are in; None: floats, or what becomes floats when it is read. Raises InputError if
+    something else was `asked` for."""
     stored = (folders.read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
+    if stored == "mxfp4":  # gpt-oss's published weights: `model/weights.py`
+        return None
     if stored is not None and asked not in (None, stored):
         raise common.InputError(f"quantization {asked!r}: {folder.name} has {stored} weights already")
     return stored

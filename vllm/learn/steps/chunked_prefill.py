@@ -302,7 +302,8 @@ STEPS = (
         "unified_attention_kernel",
         "a program per (KV head, tile of BLOCK_Q queries times G heads): all keys that they may see, from the cache.",
         "Count tiles from the back; find_sequence says whose it is. Query t of n stands at S − n + t. Lesson 02's loop "
-        "over the block table, up to the last query's position; then lesson 03's mask. Mask values, too.",
+        "over the block table, up to the last query's position; then lesson 03's mask. Mask values, too. WINDOW and "
+        "SINKS are off here: leave them to the engine.",
         attentions,
         launches=("unified_attention_kernel",),
         forbidden=("mixed_attention_reference",),

@@ -116,8 +116,8 @@ the check of each request did not. vLLM also checks at start whether one sequenc
 counts on a null block.
 """,
         cause="core/engine_core.py:check_pool",
-        old="capacity = (num_blocks - 1) * manager.block_size",
-        new="capacity = num_blocks * manager.block_size",
+        old="needed = 1 + manager.get_num_blocks_to_allocate(",
+        new="needed = manager.get_num_blocks_to_allocate(",
         suspects=START,
     ),
     Incident(

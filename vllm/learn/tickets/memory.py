@@ -65,8 +65,8 @@ so it took hours of load. vLLM's `AttentionSpec.page_size_bytes` adds up the con
 values.
 """,
         cause="quantization/kv_codes.py:block_bytes",
-        old="elements = 2 * model.config.num_hidden_layers",
-        new="elements = model.config.num_hidden_layers",
+        old="elements = 2 * layers",
+        new="elements = layers",
         suspects=SIZES,
     ),
     Incident(
