@@ -36,6 +36,7 @@ import pytest
 LIST = HERE / "enough_on_gpu.txt"
 # Files whose engines or kernels run on a GPU, and what of them takes minutes and shows what shorter tests show.
 FILES = {
+    "engine/attention/test_latent": "",
     "engine/experts/test_grouped_matmul": "rows_of or tiles_of",
     "engine/quantization/test_experts": "kernel",
     "engine/model/test_llama": "",
