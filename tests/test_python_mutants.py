@@ -236,6 +236,7 @@ engine/core/pool.py:apart
 """
 
 
+@pytest.mark.slow
 def test_what_lives_is_told_and_so_is_what_dies_though_it_is_listed(tmp_path):
     for name, text in {
         "vllm/engine/core/pool.py": POOL,
