@@ -20,9 +20,12 @@ from support.scripts import run
 lesson, page = registry.lesson("05e_experts"), cli.numbers("05e_experts")
 
 
+SIZES = {"num_experts": 8, "hidden": 64, "intermediate": 48, "seed": 1}
+
+
 @pytest.fixture(scope="module")
 def layer():
-    return layouts.random_moe(num_experts=8, hidden=64, intermediate=48, seed=1, device=torch.device("cpu"))
+    return layouts.random_moe(**SIZES, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +133,9 @@ def test_capacity_drops_pairs(layer, x):
     assert common.relative_error(full[-1:], alone) > 0.1, "an answer that depends on who else is there"
 
 
-def ranks(layer, x, spare=4):
-    return in_threads(4, lambda group: lesson.rank_story(group, layer, x, spare))
-
-
 def test_ranks_are_the_layer_before_and_after_experts_move(layer, x):
-    found, row, elsewhere = ranks(layer, x), x[0].nbytes, sum(layouts.rows_sent(layer, x, 4))
+    found = in_threads(4, lambda group: lesson.rank_story(group, SIZES, x, 4))
+    row, elsewhere = x[0].nbytes, sum(layouts.rows_sent(layer, x, 4))
     for name in ("in order", "EPLB"):
         assert_close(torch.cat([rank[name]["y"] for rank in found]), layer(x))
         assert len({rank[name]["placement"] for rank in found}) == 1

@@ -102,13 +102,14 @@ def dense_bytes(model: str, which: str) -> int:
 RANKS = 4
 
 
-def rank_story(group: GroupCoordinator, layer: MoELayer, x: torch.Tensor, spare: int) -> dict[str, Any]:
+def rank_story(group: GroupCoordinator, sizes: dict[str, int], x: torch.Tensor, spare: int) -> dict[str, Any]:
     """What each of n ranks does: its own tokens through everybody's experts, before EPLB and after it.
 
-    `x` [T, H] are all ranks' tokens; a rank takes its n-th of them, as attention with data parallelism leaves them.
+    `sizes` are those of a seeded layer, which is the same on all ranks. `x` [T, H] are all ranks' tokens; a rank takes
+    its n-th of them, as attention with data parallelism leaves them.
     """
-    n, r, device = group.world_size, group.rank_in_group, group.device
-    whole, mine = layouts.stacked(layer), x.to(device).chunk(n)[r]
+    n, r, layer = group.world_size, group.rank_in_group, layouts.random_moe(**sizes, device=group.device)
+    whole, mine = layouts.stacked(layer), x.to(group.device).chunk(n)[r]
     weights, ids = layouts.choose(layer, mine)
     placement = Placement.plain(layer.config.num_experts, n)
     held = placement.slots(r)
@@ -197,10 +198,10 @@ def tell_of_the_model(layer: MoELayer, x: torch.Tensor) -> None:
     common.say(f"a random router's favourite gets {favourite:.1f} times its share of this text; training forbids that")
 
 
-def tell_of_ranks(layer: MoELayer, x: torch.Tensor, spare: int) -> None:
+def tell_of_ranks(layer: MoELayer, sizes: dict[str, int], x: torch.Tensor, spare: int) -> None:
     """Four processes: the same answers, bytes by the formula, and the busiest rank before EPLB and after."""
     want, ids = layer(x), layouts.choose(layer, x)[1]
-    with Ranks(RANKS, rank_story, layer, x, spare) as ranks:
+    with Ranks(RANKS, rank_story, sizes, x.cpu(), spare) as ranks:
         found = ranks.results()
     rows = []
     for name, title in (("in order", "experts in order"), ("EPLB", f"moved by EPLB, {spare} replicas")):
@@ -279,13 +280,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell_of_a_layer(args.seed, args.capacity_factor)
     model, tokenizer = loader.load(args.model)
     x = hidden_states(model, tokenizer, max(BATCHES))
-    layer = layouts.random_moe(hidden=x.shape[1], seed=args.seed, device=x.device, **SEEDED)
-    common.heading(
-        f"2. The real model's hidden states, and a seeded layer of {SEEDED['num_experts']} experts: who is read"
-    )
+    sizes = SEEDED | {"hidden": x.shape[1], "seed": args.seed}
+    layer, E = layouts.random_moe(**sizes, device=x.device), sizes["num_experts"]
+    common.heading(f"2. The real model's hidden states, and a seeded layer of {E} experts: who is read")
     tell_of_the_model(layer, x)
     common.heading(f"3. The experts on {RANKS} ranks, each with {len(x) // RANKS} tokens of its own")
-    tell_of_ranks(layer, x, args.num_redundant_experts)
+    tell_of_ranks(layer, sizes, x, args.num_redundant_experts)
     common.heading("4. One expert overloads: the busiest of 16 ranks over the mean (and how long ranks wait)")
     tell_of_load(args.skew)
     common.heading("5. What a step reads: Qwen3-30B-A3B, 16-bit weights, arithmetic")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.distributed.group import GroupCoordinator
 from engine.model import llama
 from engine.parallel import stages
 from engine.parallel import worker as worker_file
@@ -79,3 +80,17 @@ def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
     worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8))
     worker.execute_model(StepMessage({}, [], [], [], [], []))
     assert worker.take_spans() == [(25, 27)] and worker.take_spans() == []
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_of_all_engines_are_one_world_and_shards_stay_in_their_engine(rank, monkeypatch):
+    def new_group(ranks, world):
+        made.append(list(ranks))
+        return GroupCoordinator(ranks, ranks.index(rank)) if rank in ranks else None
+
+    made = []
+    monkeypatch.setattr(stages, "new_group", new_group)
+    config = ParallelConfig(2, enable_expert_parallel=True, data_parallel_size=2, data_parallel_rank=rank // 2)
+    tp, pp = stages.make_groups(GroupCoordinator(range(4), rank), config)
+    assert tp.ranks == [[0, 1], [0, 1], [2, 3], [2, 3]][rank] and pp.ranks == [rank]
+    assert made == [[0, 1], [2, 3], [0], [1], [2], [3]], "all ranks make all groups, in one order"

@@ -137,6 +137,24 @@ def test_engines_that_share_experts_write_what_one_process_writes(tp, way):
         assert found[1].tokens["again"] == truth([7] * 20, 5)
         wait_for(lambda: quiet(found))
         assert [engine.proc.check_idle() for engine in found] == [IDLE] * 2
+        held = [rank for engine in found for rank in engine.executor.ask(experts_of)]
+        assert [expert for here in held for expert in here] == [*range(6)], "each expert is on one rank of one engine"
+
+
+def experts_of(worker):
+    return next(iter(worker.model.moe.values())).experts.held
+
+
+def test_who_is_inside_but_not_scheduled_yet_keeps_all_engines_running():
+    """Its guide is being compiled, or it waits for `wake_up`: it will be scheduled, and must find the others."""
+    with engines(2, all2all_backend="all2all") as found:
+        proc = found[1].proc
+        assert proc.lockstep.state == (0, 0)
+        proc.guided["x"] = None
+        assert proc.lockstep.state == (1, 0)
+        proc.guided.clear()
+        proc.held = [None]
+        assert proc.lockstep.state == (1, 0)
 
 
 def test_letters_that_come_late_hold_nobody_up_for_ever():

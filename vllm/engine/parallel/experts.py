@@ -129,9 +129,8 @@ class DispatchedExperts:
         self.steps += 1
         if self.steps % self.step_interval == 0:
             load = self.load
-            if self.tp is not None:  # other engines have counted other tokens; one rank of each speaks for its engine
-                mine = load if self.tp.rank_in_group == 0 else [0] * len(load)
-                load = self.group.all_reduce(torch.tensor(mine, device=ids.device)).tolist()
+            if self.tp is not None:  # other engines have counted other tokens; ranks of one engine, all the same
+                load = self.group.all_reduce(torch.tensor(load, device=ids.device)).tolist()
             placement = rebalance_experts(load, len(self.placement.experts), self.group.world_size)
             self.load = [0] * len(self.load)
             self.move_to(placement)
