@@ -325,6 +325,22 @@ def test_weights_that_do_not_fit(arguments, word, tiny_model):
         trained.make_drafter(method, tiny_model, K, *path)
 
 
+def test_whoever_names_no_layers_exits_behind_two_thirds():
+    for layers, first in ((2, 1), (3, 2), (4, 2), (6, 4)):
+        model = llama.random_model(0, num_hidden_layers=layers)
+        drafter = trained.make_drafter("early_exit", model, 3)
+        assert drafter.network.body.config.num_hidden_layers == first
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"about": "not JSON"}])
+def test_a_file_that_does_not_say_how_it_came_about_is_none_of_ours(tmp_path, metadata):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors", metadata)
+    with pytest.raises(common.InputError, match="not a drafter's weights"):
+        trained.about(tmp_path / "weights.safetensors")
+
+
 # --- Trees ----------------------------------------------------------------------------------------------------------
 
 
