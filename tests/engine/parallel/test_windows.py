@@ -53,7 +53,9 @@ LAYOUTS = {  # ranks, and whether each group of layers has a table of its own
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [
+    "two ranks", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "two ranks"),
+])  # fmt: skip
 def test_every_layout_writes_transformers_tokens(layout, gpt_oss):
     """Chunks, five requests of all lengths, few blocks."""
     folder, theirs = gpt_oss
@@ -63,6 +65,7 @@ def test_every_layout_writes_transformers_tokens(layout, gpt_oss):
             assert scores[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
+@pytest.mark.slow
 def test_experts_with_biases_move(gpt_oss):
     """Their biases go with them."""
     folder, _ = gpt_oss
@@ -71,7 +74,7 @@ def test_experts_with_biases_move(gpt_oss):
     assert serve(folder, moves, True) == serve(folder, ParallelConfig(), True)
 
 
-@pytest.mark.parametrize("about", [{"async_scheduling": True}, {
+@pytest.mark.parametrize("about", [pytest.param({"async_scheduling": True}, marks=pytest.mark.slow), {
     "async_scheduling": True,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
 }], ids=["ahead", "ahead with drafts"])  # fmt: skip
