@@ -39,7 +39,7 @@ from lab.running_server import running_server
 from lab.step_time import StepWork
 from lab.workload import Prompt, arrival_times, random_ids
 
-KEY = "predict check"
+KEY = "11b_prediction_check"
 LIMITS = SchedulerConfig(max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=512)  # tokens: as `serve` has them
 NUM_BLOCKS = 129  # seven of the load's sequences, or little more: the overload preempts
 LOADS = {"light": 0.3, "busy": 0.6, "overload": 2.0}  # of what the engine can do, as predicted
