@@ -65,7 +65,7 @@ so it took hours of load. vLLM's `AttentionSpec.page_size_bytes` adds up the con
 values.
 """,
         cause="quantization/kv_codes.py:block_bytes",
-        old="elements = 2 * layers",
+        old="elements = halves * layers",
         new="elements = layers",
         suspects=SIZES,
     ),
