@@ -196,7 +196,8 @@ RESULT = [{"type": "tool_result", "tool_use_id": "t", "content": IMAGE}]
      (ASK | {"messages": [{"role": "user", "content": IMAGE}]}, "reads text alone"),
      (ASK | {"messages": [{"role": "user", "content": RESULT}]}, "reads text alone"),
      (ASK | {"temperature": 9}, "temperature"), (ASK | {"stop_sequences": [""]}, "stop_sequences"),
-     (ASK | {"max_tokens": 1 << 21}, "max_tokens"), (b"{", "not JSON"), (ASK | {"model": "claude"}, "claude")],
+     (ASK | {"max_tokens": 1 << 21}, "max_tokens"), (b"{", "not JSON"), (ASK | {"model": "claude"}, "claude"),
+     (ASK | {"messages": [{"role": "system", "content": ""}]}, "nobody says anything")],
 )  # fmt: skip
 def test_errors_have_the_shape_that_anthropics_clients_read(body, text):
     llm = Forced([""])

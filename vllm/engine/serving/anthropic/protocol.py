@@ -7,6 +7,8 @@ vLLM: `vllm/entrypoints/anthropic/protocol.py`, and the first half of its `servi
 
 from __future__ import annotations
 
+import common
+
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -166,7 +168,9 @@ def said(texts: str | Sequence[Any] | None) -> str:
 
 
 def chat_messages(body: CountTokensRequest, system_first: bool) -> list[protocol.ChatMessage]:
-    """The conversation as a chat's messages. `system_first` if the template takes a system's message nowhere else."""
+    """The conversation as a chat's messages. `system_first` if the template takes a system's message nowhere else.
+
+    Raises InputError if only a system speaks, and says nothing."""
     inline = [message for message in body.messages if message.role == "system"]
     system = said(body.system) + "".join(said(message.content) for message in inline if system_first)
     found = [protocol.ChatMessage(role="system", content=system)] if system else []
@@ -175,6 +179,8 @@ def chat_messages(body: CountTokensRequest, system_first: bool) -> list[protocol
             found += chat_turn(message)
         elif not system_first and (text := said(message.content)):
             found.append(protocol.ChatMessage(role="system", content=text))
+    if not found:
+        raise common.InputError("messages: nobody says anything in them; expected a user's or an assistant's, or some text")
     return found
 
 
