@@ -180,7 +180,9 @@ def chat_messages(body: CountTokensRequest, system_first: bool) -> list[protocol
         elif not system_first and (text := said(message.content)):
             found.append(protocol.ChatMessage(role="system", content=text))
     if not found:
-        raise common.InputError("messages: nobody says anything in them; expected a user's or an assistant's, or some text")
+        raise common.InputError(
+            "messages: nobody says anything in them; expected a user's or an assistant's, or some text"
+        )
     return found
 
 
