@@ -126,6 +126,11 @@ def test_the_figure_is_drawn(tmp_path):
         (SMALL + " --compare colour=red,blue", "--compare"),
         (SMALL + " --compare max-num-seqs", "--compare"),
         (SMALL + " --compare max-num-seqs=many", "--max-num-seqs"),
+        (SMALL + f" --compare max-num-seqs=1,2 --against {EXAMPLE}", "--against"),
+        (SMALL + " --compare max-num-seqs=1,2 --figure .", "--figure"),
+        (SMALL + " --compare max-model-len=90,95", "every value is refused"),
+        (SMALL + " -tp 3", "--tensor-parallel-size 3: must divide the model's 32 heads"),
+        (SMALL + " --max-num-batched-tokens 100000000", "max_num_batched_tokens 100000000"),
         (SMALL + " --rates none.json", "none.json"),
         (SMALL + " --random-cv 1 --random-range-ratio 0.5", "--random-cv"),
         ("none.jsonl", "none.jsonl"),
@@ -152,6 +157,44 @@ def test_fit_then_predict_with_its_rates(tmp_path, capsys):
     ask(f"{EXAMPLE} --rates {tmp_path / 'found.json'} --cold-start --against {EXAMPLE}", tmp_path)
     percents = re.findall(r"([-+][\d.]+)%", capsys.readouterr().out)
     assert len(percents) == 12 and all(abs(float(off)) < 3 for off in percents)
+
+
+def test_all_requests_are_predicted_from_the_times_of_the_first(tmp_path, capsys):
+    lines = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
+    later = [{name: line[name] for name in ("input_toks", "output_toks", "arrival_time")} for line in lines[40:]]
+    some = tmp_path / "requests.jsonl"
+    some.write_text("".join(json.dumps(line) + "\n" for line in lines[:40] + later))
+    meta = f"--first 40 --meta {EXAMPLE.with_name('meta.json')}"
+    whole = ask(f"fit {EXAMPLE} {meta}", tmp_path)["predict fit"]
+    capsys.readouterr()
+    found = ask(f"fit {some} {meta}", tmp_path)["predict fit"]
+    assert found["predicted"] == whole["predicted"] and found["errors"] != whole["errors"]
+    assert found["predicted"]["e2el"]["p99"] > found["predicted"]["e2el"]["mean"]
+    shown = capsys.readouterr().out
+    assert "of 40, 60 in the workload" in shown and "predicted, all" in shown
+    for name in ("ttft", "e2el"):
+        assert all(f" {milliseconds:,.1f} " in shown for milliseconds in found["predicted"][name].values())
+
+
+def test_answers_of_one_token_have_no_time_per_token(tmp_path, capsys):
+    lines = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
+    once = tmp_path / "requests.jsonl"
+    once.write_text("".join(json.dumps(line | {"output_toks": 1, "last_token_ts": line["first_token_ts"]}) + "\n"
+                            for line in lines))  # fmt: skip
+    ask(f"{once} --meta {EXAMPLE.with_name('meta.json')} --against {once}")
+    shown = capsys.readouterr().out
+    assert re.search(r"time per output token +p99 +0.0 +0.0 +–", shown) and re.search(r"end to end +p99 .*%", shown)
+
+
+def test_meta_says_what_serves_a_described_workload(tmp_path):
+    meta = EXAMPLE.with_name("meta.json")
+    found = ask(f"--meta {meta} --request-rate 9 --num-prompts 5 --input-len 64 --output-len 4", tmp_path)
+    assert found["predict"]["num_requests"] == 5
+
+
+def test_no_setting_is_the_best_where_none_keeps_the_limits(tmp_path, capsys):
+    found = ask(SMALL + " --compare max-num-seqs=4,8 --slo ttft=0.001", tmp_path)["predict"]
+    assert found["best"] is None and "ttft ≤ 0.001 ms: nothing" in capsys.readouterr().out
 
 
 def test_rates_that_are_none_are_refused(tmp_path, capsys):
@@ -198,6 +241,11 @@ def test_vllms_column_of_the_summary_counts_from_queued():
 @pytest.mark.parametrize(
     "part, wrong",
     [("engine_kwargs", {"max_num_seqs": "many"}), ("engine_kwargs", {"tensor_parallel_size": 0}),
+     ("engine_kwargs", {"tensor_parallel_size": 10**400}), ("engine_kwargs", {"data_parallel_size": 10**9}),
+     ("engine_kwargs", {"async_scheduling": "no"}), ("engine_kwargs", {"enable_prefix_caching": "false"}),
+     ("engine_kwargs", {"watermark": "low"}), ("engine_kwargs", {"kv_cache_dtype": "int3"}),
+     ("engine_kwargs", {"num_gpu_blocks_override": 10**12}), ("engine_kwargs", {"block_size": 10**30}),
+     ("engine_kwargs", {"pipeline_parallel_size": 2}), ("engine_kwargs", {"speculative_config": {"method": "ngram"}}),
      ("kv_cache", {"block_size": 1.5}), ("kv_cache", {"gpu_memory_utilization": 2}), ("engine_kwargs", {"model": 3}),
      ("hardware", {"device_total_memory_bytes": -1}), ("hardware", {"device_name": ["L4"]})],
 )  # fmt: skip

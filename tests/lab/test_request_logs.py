@@ -53,6 +53,8 @@ def test_a_workload_needs_lengths_alone(tmp_path):
         ([LINE | {"output_toks": 2.5}], "output_toks 2.5"),
         ([LINE | {"arrival_time": -1}], "arrival_time -1: must be seconds, 0 or above"),
         ([LINE | {"arrival_time": float("nan")}], "arrival_time nan"),
+        ([LINE | {"arrival_time": 10**400}], "arrival_time 1000"),
+        ([LINE | {"arrival_time": 1_787_267_980_082}], "must be seconds"),
         ([LINE | {"prefix_toks": 6}], r"prefix_toks 6: must be at most input_toks \(5\)"),
         ([LINE | {"last_token_ts": 7.75}], "must not go back in time"),
         ([LINE, {"input_toks": 5}], "arrival_time: must be in all lines, or in none"),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import common
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from lab.fit import Observed
 
 MOST_TOKENS = 10**7
+MOST_SECONDS = 10**11  # a clock of milliseconds or nanoseconds has more, whenever it began
 TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 
 
@@ -128,8 +128,8 @@ def _whole(row: Mapping[str, Any], name: str, low: int) -> int | None:
 
 def _time(row: Mapping[str, Any], name: str) -> float | None:
     value = row.get(name)
-    if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
-        raise common.InputError(f"{name} {value!r:.40}: must be seconds, 0 or above")
+    if value is not None and (type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS):
+        raise common.InputError(f"{name} {value!r:.40}: must be seconds, 0 or above, at most {MOST_SECONDS}")
     return value
 
 
