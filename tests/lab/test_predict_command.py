@@ -11,7 +11,7 @@ import shlex
 import numpy as np
 import pytest
 
-from lab import predict_command
+from lab import figures, predict_command
 from lab.predict_setup import served_by
 from lab.prediction_report import RULES, read_llmservingsim
 from support import synthetic_run
@@ -101,6 +101,15 @@ def test_goodput_counts_who_keeps_all_limits(tmp_path):
     half = ask(f"{SMALL} --slo ttft={limit:.6f},e2el=100000", tmp_path)["predict"]
     assert 0.4 < half["within_slo"] < 0.6
     assert half["request_goodput"] == pytest.approx(half["within_slo"] * 12 / half["duration"])
+
+
+def test_the_pool_of_engines_that_share_experts_is_all_of_theirs(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, *_: drawn.append(figure))
+    words = SMALL.replace("Llama-3.2-1B", "Qwen3-30B-A3B").replace("A10", "B200")
+    found = ask(f"{words} -dp 2 --num-gpu-blocks-override 9 --figure {tmp_path}", tmp_path)["predict"]
+    (grey,) = drawn[0].axes[2].collections
+    assert grey.get_paths()[0].vertices[:, 1].max() == pytest.approx(found["kv_cache_usage"]["max"])
 
 
 def test_the_figure_is_drawn(tmp_path):
@@ -199,6 +208,10 @@ def test_no_setting_is_the_best_where_none_keeps_the_limits(tmp_path, capsys):
 
 def test_rates_that_are_none_are_refused(tmp_path, capsys):
     path = tmp_path / "rates.json"
+    path.write_text("[" * 100_000)
+    assert "not readable as JSON" in refusal(f"{SMALL} --rates {path}", capsys)
+    path.write_text(json.dumps({"predict fit": {"rates": {"weights": 10**400}}}))
+    assert "not what `predict fit --json` writes" in refusal(f"{SMALL} --rates {path}", capsys)
     path.write_text('{"predict fit": {"rates": {}, "sigma": {}}}')
     assert "not what `predict fit --json` writes" in refusal(f"{SMALL} --rates {path}", capsys)
 
@@ -268,5 +281,8 @@ def test_the_blocks_of_a_card_are_reckoned_nearly_as_vllm_found_them():
     meta = {"hardware": hardware, "engine_kwargs": engine}
     served = served_by(args, meta)
     assert not served.blocks_are_known and served.setup.num_blocks == pytest.approx(2588, rel=0.02)
+    engine["quantization"] = "fp8"
+    assert served_by(args, meta).model.costs.bytes_kept == served.model.costs.bytes_kept / 2
+    del engine["quantization"]
     twice = served_by(predict_command.fit_parser().parse_args(["x", "--model", "Llama-3.1-8B", "-tp", "2"]), meta)
     assert twice.setup.num_blocks > 4 * served.setup.num_blocks

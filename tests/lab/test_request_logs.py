@@ -87,6 +87,18 @@ def test_a_file_that_is_not_there(tmp_path):
         read_log(tmp_path / "requests.jsonl", tmp_path / "none.json")
 
 
+def test_clocks_at_zero_have_shown_nothing(tmp_path):
+    nothing = {"queued_ts": 0.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
+    assert [row.times is None for row in log_of(tmp_path, LINE, LINE | nothing).rows] == [False, True]
+
+
+def test_the_blocks_of_a_meta_are_those_of_all_engines():
+    meta = {"engine_kwargs": {"data_parallel_size": 2}, "kv_cache": {"num_gpu_blocks": 5001}}
+    assert meta_settings(meta)["num_gpu_blocks_override"] == 2500
+    meta["engine_kwargs"]["num_gpu_blocks_override"] = 3000
+    assert meta_settings(meta)["num_gpu_blocks_override"] == 3000
+
+
 def test_what_a_meta_says_by_the_names_of_flags():
     found = meta_settings({
         "model": "a/b", "vllm_version": "0.19.0", "engine_kwargs": {"max_num_seqs": 8, "max_model_len": None},

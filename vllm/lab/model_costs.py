@@ -10,6 +10,7 @@ from __future__ import annotations
 import common
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +228,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 # Ends of the names of models whose weights are stored in fewer bits.
 CODES = {
     "-fp8": _FP8,
+    "-fp8-dynamic": _FP8,
     "-awq": {"quantization_config": {"bits": 4.25}},
     "-gptq-int4": {"quantization_config": {"bits": 4.25}},
 }
@@ -234,7 +236,7 @@ CODES = {
 
 def _plain(name: str) -> str:
     """A model's name as it is compared: no owner, and none of the endings that change no shape."""
-    name = name.rsplit("/", 1)[-1].lower()
+    name = name.rstrip("/").rsplit("/", 1)[-1].lower()
     for ending in ("-hf", "-base", "-instruct", "-it", "-v0.1", "-v0.2", "-v0.3", "-instruct-2501", "-instruct-2507",
                    "-thinking-2507", "-0324", "-base-2501"):  # fmt: skip
         name = name.removesuffix(ending)
@@ -242,14 +244,13 @@ def _plain(name: str) -> str:
 
 
 def find_model(name: str) -> Mapping[str, Any]:
-    """The configuration of a known model, of a `config.json`, or of a folder with one. Raises InputError."""
+    """The configuration of a `config.json`, of a folder with one, or of a known model. Raises InputError."""
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
     codes = {ending: config for ending, config in CODES.items() if name.lower().endswith(ending)}
     wanted = _plain(name.lower().removesuffix(next(iter(codes), "")))
     for known, config in KNOWN_MODELS.items():
-        if _plain(known) == wanted:
+        if _plain(known) == wanted and not os.path.isfile(path):
             return config | next(iter(codes.values()), {})
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError:

@@ -341,7 +341,7 @@ def read_rates(path: str) -> Fit:
         found = json.loads(read_text(Path(path)))[KEY]
         rates = StepRates(**{name: float(found["rates"][name]) for name in RATES})
         cold, sigma = float(found["cold"]), {name: float(found["sigma"][name]) for name in RATES}
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise common.InputError(f"--rates {path}: not what `predict fit --json` writes ({error!r:.60})") from None
     if not all(0 < rate < math.inf for rate in (cold, *dataclasses.astuple(rates))):
         raise common.InputError(f"--rates {path}: all rates must be above 0")

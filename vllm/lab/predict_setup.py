@@ -87,7 +87,10 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
     gpu = find_gpu(settings["gpu"])
     if "gpu" not in given and settings.get("gpu_memory"):
         gpu = dataclasses.replace(gpu, memory=settings["gpu_memory"])
-    costs = model_costs(find_model(settings["model"]), settings["kv_cache_dtype"])
+    config = find_model(settings["model"])
+    if settings.get("quantization") == "fp8":  # what a checkpoint says of itself goes first
+        config = {"quantization_config": {"quant_method": "fp8"}, **config}
+    costs = model_costs(config, settings["kv_cache_dtype"])
     engines, tp = settings["data_parallel_size"], settings["tensor_parallel_size"]
     if costs.num_heads % tp:
         raise common.InputError(f"--tensor-parallel-size {tp}: must divide the model's {costs.num_heads} heads")

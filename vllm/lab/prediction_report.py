@@ -197,7 +197,9 @@ def draw(
     queue.plot(at, [step.running for step in chosen], color=figures.COLORS["blue"], label="running")
     queue.plot(at, [step.waiting for step in chosen], color=figures.COLORS["orange"], label="waiting")
     pool = queue.twinx()
-    pool.fill_between(at, [step.blocks / (setup.num_blocks - 1) for step in chosen], color=figures.COLORS["light"])
+    engines = setup.data_parallel_size if setup.share_experts else 1
+    share = [step.blocks / (engines * (setup.num_blocks - 1)) for step in chosen]
+    pool.fill_between(at, share, color=figures.COLORS["light"])
     pool.set(ylim=(0, 1.02), ylabel="blocks owned (grey)")
     pool.set_zorder(0)
     queue.set_zorder(1)
