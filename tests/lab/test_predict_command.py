@@ -270,6 +270,23 @@ def test_a_meta_with_a_wrong_value_is_refused(tmp_path, capsys, part, wrong):
     assert name in line and "must be" in line
 
 
+@pytest.mark.parametrize(
+    "words, seqs, budget",
+    [
+        ("--gpu H100", 1024, 8192),
+        ("--gpu 'RTX 4090'", 256, 2048),
+        ("--gpu H100 --max-num-batched-tokens 512", 512, 512),
+        ("--gpu A10 --no-enable-chunked-prefill --max-model-len 4096", 256, 4096),
+        ("--gpu A10 --max-num-seqs 4 --max-model-len 100", 4, 400),
+    ],
+)
+def test_limits_that_nobody_sets_are_those_of_vllms_server(words, seqs, budget):
+    """`_set_default_max_num_seqs_and_batched_tokens_args` in vLLM 0.32's `vllm/engine/arg_utils.py`."""
+    args = predict_command.fit_parser().parse_args(["x", "--model", "Llama-3.2-1B", *shlex.split(words)])
+    limits = served_by(args, {}).setup.scheduler
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (seqs, budget)
+
+
 # --- the pool -------------------------------------------------------------------------------------------------------
 
 

@@ -95,13 +95,10 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
     if costs.num_heads % tp:
         raise common.InputError(f"--tensor-parallel-size {tp}: must divide the model's {costs.num_heads} heads")
     model = StepModel(costs, tp, engines if costs.expert_params else 1)
-    large = gpu.memory >= 70 * GIB and "A100" not in gpu.name
-    max_num_seqs = settings.get("max_num_seqs") or (1024 if large else 256)
-    budget = settings.get("max_num_batched_tokens") or (
-        16384 if gpu.memory >= 160 * GIB else 8192 if large else max(2048, max_num_seqs)
-    )
+    max_model_len = settings.get("max_model_len") or costs.max_model_len
+    max_num_seqs, budget = batch_limits(settings, gpu, max_model_len)
     scheduler = SchedulerConfig(
-        max_model_len=settings.get("max_model_len") or costs.max_model_len,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_chunked_prefill=settings["enable_chunked_prefill"],
@@ -120,6 +117,17 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
         model.expert_engines > 1,
     )
     return Served(model, gpu, setup, blocks is not None)
+
+
+def batch_limits(settings: Mapping[str, Any], gpu: GPU, max_model_len: int) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens: as they are set, or else as vLLM's server sets them for the card."""
+    large = gpu.memory >= 70 * GIB and "A100" not in gpu.name
+    seqs = settings.get("max_num_seqs") or (1024 if large else 256)
+    budget = settings.get("max_num_batched_tokens")
+    if not budget:
+        budget = 16384 if gpu.memory >= 160 * GIB else 8192 if large else 2048
+        budget = min(budget if settings["enable_chunked_prefill"] else max(budget, max_model_len), seqs * max_model_len)
+    return settings.get("max_num_seqs") or min(seqs, budget), budget
 
 
 def check(settings: Mapping[str, Any]) -> None:
