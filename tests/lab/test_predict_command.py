@@ -138,6 +138,8 @@ def test_the_figure_is_drawn(tmp_path):
         (SMALL + f" --compare max-num-seqs=1,2 --against {EXAMPLE}", "--against"),
         (SMALL + " --compare max-num-seqs=1,2 --figure .", "--figure"),
         (SMALL + " --compare max-model-len=90,95", "every value is refused"),
+        (f"{EXAMPLE} --request-rate 5", "--request-rate"),
+        (f"{EXAMPLE} --compare request-rate=5,6", "--request-rate"),
         (SMALL + " -tp 3", "--tensor-parallel-size 3: must divide the model's 32 heads"),
         (SMALL + " --max-num-batched-tokens 100000000", "max_num_batched_tokens 100000000"),
         (SMALL + " --rates none.json", "none.json"),

@@ -110,6 +110,8 @@ def predict_command(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.json:  # not after a minute
         recorded.stored_object(args.json)
+    if args.against:
+        read_log(args.against)
     log = read_log(args.workload, args.meta) if args.workload else None
     if args.compare:
         for name in ("against", "figure"):

@@ -209,6 +209,8 @@ def make_jobs(args: argparse.Namespace, log: Log | None, seed: int) -> list[Job]
         if args.request_rate is None:
             raise common.InputError(f"{log.path}: no line has arrival_time; give --request-rate")
         due = arrival_times(len(rows), args.request_rate, random.Random(args.seed), args.burstiness)
+    elif args.request_rate is not None:
+        raise common.InputError(f"--request-rate: {log.path} says when each request arrives; allowed without")
     else:
         due = [(row.arrival or 0.0) - rows[0].arrival for row in rows]
     known = [row.output_len for row in rows if row.output_len]
