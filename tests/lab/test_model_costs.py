@@ -61,6 +61,13 @@ def test_fewer_bits_are_in_the_name():
     assert fp8.bytes_kept == full.bytes_kept / 2 and awq.bytes_kept == full.bytes_kept * 4.25 / 16
 
 
+def test_a_folder_goes_before_a_model_of_its_name(tmp_path):
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert find_model(f"{tmp_path / 'Qwen3-8B'}/") == KNOWN_MODELS["Qwen/Qwen3-8B"]
+    (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-4B"]))
+    assert find_model(str(tmp_path / "Qwen3-8B")) == KNOWN_MODELS["Qwen/Qwen3-4B"]
+
+
 def test_a_model_is_read_from_its_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-8B"]))
     assert model_costs(find_model(str(tmp_path))) == model_costs(find_model("Qwen3-8B"))
@@ -85,6 +92,32 @@ def test_a_wrong_config_is_named_in_one_line(tmp_path, content, named):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("Llama-3.2-1B", {"hidden_size": "2048"}),
+        ("Llama-3.2-1B", {"hidden_size": -1}),
+        ("Llama-3.2-1B", {"vocab_size": float("nan")}),
+        ("Llama-3.2-1B", {"num_key_value_heads": 0}),
+        ("Llama-3.2-1B", {"quantization_config": "fp8"}),
+        ("Llama-3.2-1B", {"quantization_config": {"bits": -4}}),
+        ("Qwen3-30B-A3B", {"num_experts": 4}),
+        ("DeepSeek-V3", {"kv_lora_rank": 1.5}),
+    ],
+)
+def test_a_size_that_is_none_is_named_in_one_line(name, wrong):
+    with pytest.raises(common.InputError, match=r"config\.json makes no model") as caught:
+        model_costs({**find_model(name), **wrong})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_that_is_null_counts_as_missing():
+    more = {"kv_lora_rank": None, "head_dim": None, "sliding_window": None}
+    assert model_costs({**find_model("Llama-3.1-8B"), **more}) == model_costs(find_model("Llama-3.1-8B"))
+
+
 def test_an_unknown_model_is_told_which_are_known():
     with pytest.raises(common.InputError, match=r"--model 'gpt-5'.*Llama-3\.1-8B"):
         find_model("gpt-5")
+    with pytest.raises(common.InputError, match="--model 'aaaa"):
+        find_model("a" * 5000)

@@ -11,7 +11,7 @@ import shlex
 import numpy as np
 import pytest
 
-from lab import predict_command
+from lab import figures, predict_command
 from lab.predict_setup import served_by
 from lab.prediction_report import RULES, read_llmservingsim
 from support import synthetic_run
@@ -103,6 +103,15 @@ def test_goodput_counts_who_keeps_all_limits(tmp_path):
     assert half["request_goodput"] == pytest.approx(half["within_slo"] * 12 / half["duration"])
 
 
+def test_the_pool_of_engines_that_share_experts_is_all_of_theirs(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, *_: drawn.append(figure))
+    words = SMALL.replace("Llama-3.2-1B", "Qwen3-30B-A3B").replace("A10", "B200")
+    found = ask(f"{words} -dp 2 --num-gpu-blocks-override 9 --figure {tmp_path}", tmp_path)["predict"]
+    (grey,) = drawn[0].axes[2].collections
+    assert grey.get_paths()[0].vertices[:, 1].max() == pytest.approx(found["kv_cache_usage"]["max"])
+
+
 def test_the_figure_is_drawn(tmp_path):
     ask(f"{SMALL} --figure {tmp_path}")
     assert (tmp_path / "prediction.svg").stat().st_size > 10_000
@@ -126,6 +135,13 @@ def test_the_figure_is_drawn(tmp_path):
         (SMALL + " --compare colour=red,blue", "--compare"),
         (SMALL + " --compare max-num-seqs", "--compare"),
         (SMALL + " --compare max-num-seqs=many", "--max-num-seqs"),
+        (SMALL + f" --compare max-num-seqs=1,2 --against {EXAMPLE}", "--against"),
+        (SMALL + " --compare max-num-seqs=1,2 --figure .", "--figure"),
+        (SMALL + " --compare max-model-len=90,95", "every value is refused"),
+        (f"{EXAMPLE} --request-rate 5", "--request-rate"),
+        (f"{EXAMPLE} --compare request-rate=5,6", "--request-rate"),
+        (SMALL + " -tp 3", "--tensor-parallel-size 3: must divide the model's 32 heads"),
+        (SMALL + " --max-num-batched-tokens 100000000", "max_num_batched_tokens 100000000"),
         (SMALL + " --rates none.json", "none.json"),
         (SMALL + " --random-cv 1 --random-range-ratio 0.5", "--random-cv"),
         ("none.jsonl", "none.jsonl"),
@@ -154,8 +170,50 @@ def test_fit_then_predict_with_its_rates(tmp_path, capsys):
     assert len(percents) == 12 and all(abs(float(off)) < 3 for off in percents)
 
 
+def test_all_requests_are_predicted_from_the_times_of_the_first(tmp_path, capsys):
+    lines = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
+    later = [{name: line[name] for name in ("input_toks", "output_toks", "arrival_time")} for line in lines[40:]]
+    some = tmp_path / "requests.jsonl"
+    some.write_text("".join(json.dumps(line) + "\n" for line in lines[:40] + later))
+    meta = f"--first 40 --meta {EXAMPLE.with_name('meta.json')}"
+    whole = ask(f"fit {EXAMPLE} {meta}", tmp_path)["predict fit"]
+    capsys.readouterr()
+    found = ask(f"fit {some} {meta}", tmp_path)["predict fit"]
+    assert found["predicted"] == whole["predicted"] and found["errors"] != whole["errors"]
+    assert found["predicted"]["e2el"]["p99"] > found["predicted"]["e2el"]["mean"]
+    shown = capsys.readouterr().out
+    assert "of 40, 60 in the workload" in shown and "predicted, all" in shown
+    for name in ("ttft", "e2el"):
+        assert all(f" {milliseconds:,.1f} " in shown for milliseconds in found["predicted"][name].values())
+
+
+def test_answers_of_one_token_have_no_time_per_token(tmp_path, capsys):
+    lines = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
+    once = tmp_path / "requests.jsonl"
+    once.write_text("".join(json.dumps(line | {"output_toks": 1, "last_token_ts": line["first_token_ts"]}) + "\n"
+                            for line in lines))  # fmt: skip
+    ask(f"{once} --meta {EXAMPLE.with_name('meta.json')} --against {once}")
+    shown = capsys.readouterr().out
+    assert re.search(r"time per output token +p99 +0.0 +0.0 +–", shown) and re.search(r"end to end +p99 .*%", shown)
+
+
+def test_meta_says_what_serves_a_described_workload(tmp_path):
+    meta = EXAMPLE.with_name("meta.json")
+    found = ask(f"--meta {meta} --request-rate 9 --num-prompts 5 --input-len 64 --output-len 4", tmp_path)
+    assert found["predict"]["num_requests"] == 5
+
+
+def test_no_setting_is_the_best_where_none_keeps_the_limits(tmp_path, capsys):
+    found = ask(SMALL + " --compare max-num-seqs=4,8 --slo ttft=0.001", tmp_path)["predict"]
+    assert found["best"] is None and "ttft ≤ 0.001 ms: nothing" in capsys.readouterr().out
+
+
 def test_rates_that_are_none_are_refused(tmp_path, capsys):
     path = tmp_path / "rates.json"
+    path.write_text("[" * 100_000)
+    assert "not readable as JSON" in refusal(f"{SMALL} --rates {path}", capsys)
+    path.write_text(json.dumps({"predict fit": {"rates": {"weights": 10**400}}}))
+    assert "not what `predict fit --json` writes" in refusal(f"{SMALL} --rates {path}", capsys)
     path.write_text('{"predict fit": {"rates": {}, "sigma": {}}}')
     assert "not what `predict fit --json` writes" in refusal(f"{SMALL} --rates {path}", capsys)
 
@@ -198,6 +256,11 @@ def test_vllms_column_of_the_summary_counts_from_queued():
 @pytest.mark.parametrize(
     "part, wrong",
     [("engine_kwargs", {"max_num_seqs": "many"}), ("engine_kwargs", {"tensor_parallel_size": 0}),
+     ("engine_kwargs", {"tensor_parallel_size": 10**400}), ("engine_kwargs", {"data_parallel_size": 10**9}),
+     ("engine_kwargs", {"async_scheduling": "no"}), ("engine_kwargs", {"enable_prefix_caching": "false"}),
+     ("engine_kwargs", {"watermark": "low"}), ("engine_kwargs", {"kv_cache_dtype": "int3"}),
+     ("engine_kwargs", {"num_gpu_blocks_override": 10**12}), ("engine_kwargs", {"block_size": 10**30}),
+     ("engine_kwargs", {"pipeline_parallel_size": 2}), ("engine_kwargs", {"speculative_config": {"method": "ngram"}}),
      ("kv_cache", {"block_size": 1.5}), ("kv_cache", {"gpu_memory_utilization": 2}), ("engine_kwargs", {"model": 3}),
      ("hardware", {"device_total_memory_bytes": -1}), ("hardware", {"device_name": ["L4"]})],
 )  # fmt: skip
@@ -207,6 +270,23 @@ def test_a_meta_with_a_wrong_value_is_refused(tmp_path, capsys, part, wrong):
     line = refusal(f"{EXAMPLE} --meta {tmp_path / 'meta.json'}", capsys)
     name = next(iter(wrong)).replace("device_total_memory_bytes", "gpu_memory").replace("device_name", "gpu")
     assert name in line and "must be" in line
+
+
+@pytest.mark.parametrize(
+    "words, seqs, budget",
+    [
+        ("--gpu H100", 1024, 8192),
+        ("--gpu 'RTX 4090'", 256, 2048),
+        ("--gpu H100 --max-num-batched-tokens 512", 512, 512),
+        ("--gpu A10 --no-enable-chunked-prefill --max-model-len 4096", 256, 4096),
+        ("--gpu A10 --max-num-seqs 4 --max-model-len 100", 4, 400),
+    ],
+)
+def test_limits_that_nobody_sets_are_those_of_vllms_server(words, seqs, budget):
+    """`_set_default_max_num_seqs_and_batched_tokens_args` in vLLM 0.32's `vllm/engine/arg_utils.py`."""
+    args = predict_command.fit_parser().parse_args(["x", "--model", "Llama-3.2-1B", *shlex.split(words)])
+    limits = served_by(args, {}).setup.scheduler
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (seqs, budget)
 
 
 # --- the pool -------------------------------------------------------------------------------------------------------
@@ -220,5 +300,8 @@ def test_the_blocks_of_a_card_are_reckoned_nearly_as_vllm_found_them():
     meta = {"hardware": hardware, "engine_kwargs": engine}
     served = served_by(args, meta)
     assert not served.blocks_are_known and served.setup.num_blocks == pytest.approx(2588, rel=0.02)
+    engine["quantization"] = "fp8"
+    assert served_by(args, meta).model.costs.bytes_kept == served.model.costs.bytes_kept / 2
+    del engine["quantization"]
     twice = served_by(predict_command.fit_parser().parse_args(["x", "--model", "Llama-3.1-8B", "-tp", "2"]), meta)
     assert twice.setup.num_blocks > 4 * served.setup.num_blocks

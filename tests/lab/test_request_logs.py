@@ -53,6 +53,8 @@ def test_a_workload_needs_lengths_alone(tmp_path):
         ([LINE | {"output_toks": 2.5}], "output_toks 2.5"),
         ([LINE | {"arrival_time": -1}], "arrival_time -1: must be seconds, 0 or above"),
         ([LINE | {"arrival_time": float("nan")}], "arrival_time nan"),
+        ([LINE | {"arrival_time": 10**400}], "arrival_time 1000"),
+        ([LINE | {"arrival_time": 1_787_267_980_082}], "must be seconds"),
         ([LINE | {"prefix_toks": 6}], r"prefix_toks 6: must be at most input_toks \(5\)"),
         ([LINE | {"last_token_ts": 7.75}], "must not go back in time"),
         ([LINE, {"input_toks": 5}], "arrival_time: must be in all lines, or in none"),
@@ -83,6 +85,18 @@ def test_a_file_that_is_not_there(tmp_path):
     log_of(tmp_path, LINE)
     with pytest.raises(common.InputError, match="not readable"):
         read_log(tmp_path / "requests.jsonl", tmp_path / "none.json")
+
+
+def test_clocks_at_zero_have_shown_nothing(tmp_path):
+    nothing = {"queued_ts": 0.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
+    assert [row.times is None for row in log_of(tmp_path, LINE, LINE | nothing).rows] == [False, True]
+
+
+def test_the_blocks_of_a_meta_are_those_of_all_engines():
+    meta = {"engine_kwargs": {"data_parallel_size": 2}, "kv_cache": {"num_gpu_blocks": 5001}}
+    assert meta_settings(meta)["num_gpu_blocks_override"] == 2500
+    meta["engine_kwargs"]["num_gpu_blocks_override"] = 3000
+    assert meta_settings(meta)["num_gpu_blocks_override"] == 3000
 
 
 def test_what_a_meta_says_by_the_names_of_flags():

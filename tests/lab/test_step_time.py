@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
 from lab.hardware import find_gpu
 from lab.model_costs import find_model, model_costs
@@ -51,6 +52,13 @@ def test_a_card_of_two_does_half_and_sends_the_rest():
     # Two sums in each of 32 layers of [520, 4096] in bf16, of which each of two sends half twice; and half the logits.
     assert one.exchange == 0 and two.exchange == 2 * 32 * 520 * 4096 * 2 + 9 * 128256
     assert (two.sequence, two.fixed) == (9.0, 1.0)
+
+
+@pytest.mark.parametrize("name, ranks", [("Llama-3.1-8B", 8), ("Qwen3-30B-A3B", 4), ("DeepSeek-V3", 1)])
+def test_ranks_beyond_the_heads_of_keys_keep_the_same_cache(name, ranks):
+    costs, work = model_costs(find_model(name)), step_work([(1, 100)] * 8)
+    one, many = (StepModel(costs, tp).features(work).cache for tp in (1, 16))
+    assert many == one / ranks
 
 
 def test_the_cache_is_read_once_and_products_follow_tokens():

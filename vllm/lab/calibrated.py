@@ -40,7 +40,7 @@ def stored_in(path: str) -> Mapping[str, Any] | None:
     """What `predict calibrate` has written there; None if the file has something else. Raises InputError."""
     try:
         content = json.loads(read_text(Path(path)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise common.InputError(f"--rates {path}: not readable as JSON ({error})") from None
     return content.get(KEY) if isinstance(content, dict) else None
 

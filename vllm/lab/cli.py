@@ -37,7 +37,7 @@ def folder(text: str) -> str:
 def file(text: str) -> str:
     """An argparse type: a file in a folder to write to, or what may become one."""
     folder(str(Path(text).absolute().parent))
-    if Path(text).is_dir():
+    if os.path.isdir(text):  # False for a name that is too long
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     return text
 

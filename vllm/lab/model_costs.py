@@ -10,12 +10,25 @@ from __future__ import annotations
 import common
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config import whole
 from lab.experts import expected_experts
+
+# Fields that a size is made of, and the least that each may be. One that is null counts as missing.
+LEAST = dict.fromkeys(
+    ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+     "vocab_size", "max_position_embeddings", "head_dim", "kv_lora_rank", "qk_rope_head_dim",
+     "qk_nope_head_dim", "v_head_dim"), 1,
+) | dict.fromkeys(
+    ("sliding_window", "moe_intermediate_size", "num_experts_per_tok", "num_experts", "num_local_experts",
+     "n_routed_experts", "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size",
+     "q_lora_rank"), 0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,8 @@ class ModelCosts:
     top_k: int
     weight_bytes: float  # per parameter
     expert_bytes: float  # per parameter of an expert
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv; 1: a latent for all heads
     kv_bytes_per_token: int  # in all layers
     pair_flops: int  # a query and a key, in all layers: a product for the score, one for the value
     window: int  # tokens that a layer with a window sees; 0: all layers see everything
@@ -81,10 +96,14 @@ def model_costs(config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> Mode
     """The costs of a Hugging Face `config.json`. Raises InputError for a field that is missing or no number."""
     config = config.get("text_config") or config
     try:
+        config = {name: value for name, value in config.items() if value is not None}
+        for name, low in LEAST.items():
+            if name in config:
+                whole(name, config[name], low, 10**9)
         return _model_costs(config, kv_cache_dtype)
     except KeyError as error:
         raise common.InputError(f"--model: its config.json has no {error.args[0]}") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise common.InputError(f"--model: its config.json makes no model ({error})") from None
 
 
@@ -93,7 +112,7 @@ def _model_costs(config: Mapping[str, Any], kv_cache_dtype: str) -> ModelCosts:
     attention, kv_elements, pair_flops = _attention(config)
     E = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0
     of_expert = config.get("moe_intermediate_size") or config["intermediate_size"]
-    dense = config.get("first_k_dense_replace", 0) if E else L
+    dense = min(config.get("first_k_dense_replace", 0), L) if E else L
     shared = config.get("shared_expert_intermediate_size") or of_expert * (config.get("n_shared_experts") or 0)
     mlp = 3 * hidden * config["intermediate_size"] * dense
     mlp += (3 * hidden * shared + hidden * E) * (L - dense)  # the shared expert, and the router
@@ -111,9 +130,13 @@ def _model_costs(config: Mapping[str, Any], kv_cache_dtype: str) -> ModelCosts:
         embedding_params=0 if config.get("tie_word_embeddings") else vocab * hidden,
         expert_params=3 * hidden * of_expert * E * (L - dense),
         num_experts=E,
-        top_k=config["num_experts_per_tok"] if E else 0,
+        top_k=whole("num_experts_per_tok", config["num_experts_per_tok"], 1, E) if E else 0,
         weight_bytes=2.0 if bits < 8 and E else bits / 8,  # of mixtures in 4 bits only the experts are
         expert_bytes=bits / 8,
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=1
+        if "kv_lora_rank" in config
+        else config.get("num_key_value_heads") or config["num_attention_heads"],
         kv_bytes_per_token=L * kv_elements * (1 if kv_cache_dtype.startswith("fp8") else 2),
         pair_flops=L * pair_flops,
         window=config.get("sliding_window") or 0 if windowed else 0,
@@ -142,7 +165,10 @@ def _bits(config: Mapping[str, Any]) -> float:
         return 4.25  # a scale of 8 bits for 32
     if "fp8" in method:
         return 8
-    return float(given.get("bits") or given.get("w_bit") or 16)
+    bits = float(given.get("bits") or given.get("w_bit") or 16)
+    if not 1 <= bits <= 32:
+        raise ValueError(f"bits {bits:g}: must be from 1 to 32")
+    return bits
 
 
 def _dense(L: int, hidden: int, inner: int, Hq: int, Hkv: int, vocab: int, context: int, **more: Any) -> dict[str, Any]:
@@ -202,6 +228,7 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 # Ends of the names of models whose weights are stored in fewer bits.
 CODES = {
     "-fp8": _FP8,
+    "-fp8-dynamic": _FP8,
     "-awq": {"quantization_config": {"bits": 4.25}},
     "-gptq-int4": {"quantization_config": {"bits": 4.25}},
 }
@@ -209,7 +236,7 @@ CODES = {
 
 def _plain(name: str) -> str:
     """A model's name as it is compared: no owner, and none of the endings that change no shape."""
-    name = name.rsplit("/", 1)[-1].lower()
+    name = name.rstrip("/").rsplit("/", 1)[-1].lower()
     for ending in ("-hf", "-base", "-instruct", "-it", "-v0.1", "-v0.2", "-v0.3", "-instruct-2501", "-instruct-2507",
                    "-thinking-2507", "-0324", "-base-2501"):  # fmt: skip
         name = name.removesuffix(ending)
@@ -217,14 +244,13 @@ def _plain(name: str) -> str:
 
 
 def find_model(name: str) -> Mapping[str, Any]:
-    """The configuration of a known model, of a `config.json`, or of a folder with one. Raises InputError."""
+    """The configuration of a `config.json`, of a folder with one, or of a known model. Raises InputError."""
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
     codes = {ending: config for ending, config in CODES.items() if name.lower().endswith(ending)}
     wanted = _plain(name.lower().removesuffix(next(iter(codes), "")))
     for known, config in KNOWN_MODELS.items():
-        if _plain(known) == wanted:
+        if _plain(known) == wanted and not os.path.isfile(path):
             return config | next(iter(codes.values()), {})
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError:

@@ -40,10 +40,11 @@ from lab.prediction_report import (
     print_answer,
     print_errors,
     read_llmservingsim,
+    spread,
     summarize,
     where_time_goes,
 )
-from lab.request_logs import Log, read_log, read_text
+from lab.request_logs import Log, read_log, read_meta, read_text
 from lab.step_time import Guess, StepRates, data_sheet, rates_of
 
 KEY = "predict fit"  # in a file of `--json`, and of `--rates`
@@ -109,8 +110,13 @@ def predict_command(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.json:  # not after a minute
         recorded.stored_object(args.json)
+    if args.against:
+        read_log(args.against)
     log = read_log(args.workload, args.meta) if args.workload else None
     if args.compare:
+        for name in ("against", "figure"):
+            if getattr(args, name):
+                raise common.InputError(f"--{name}: of one prediction; allowed without --compare only")
         answer = compare(parser, argv, args, log)
     else:
         served, jobs, fit = prepare(args, log)
@@ -133,7 +139,7 @@ def prepare(args: argparse.Namespace, log: Log | None) -> tuple[Served, list[Job
     if args.rates and (stored := calibrated.stored_in(args.rates)):
         served, fit = calibrated.served_here(args, stored)
         return served, make_jobs(args, log, args.seed), fit
-    served = served_by(args, log.meta if log else {})
+    served = served_by(args, log.meta if log else read_meta(Path(args.meta)) if args.meta else {})
     jobs = make_jobs(args, log, args.seed)
     if args.rates:
         fit = read_rates(args.rates)
@@ -206,7 +212,12 @@ def compare(parser: arguments.Parser, argv: list[str], args: argparse.Namespace,
         except common.InputError as error:
             answers[value] = {"refused": str(error)}
     good = {value: found for value, found in answers.items() if "refused" not in found}
-    best = max(good, key=lambda value: good[value]["request_goodput"]) if args.slo and good else None
+    if not good:
+        reasons = "; ".join(sorted({found["refused"] for found in answers.values()}))
+        raise common.InputError(f"--compare {args.compare!r}: every value is refused: {reasons}")
+    best = max(good, key=lambda value: good[value]["request_goodput"]) if args.slo else None
+    if best and not good[best]["request_goodput"]:
+        best = None
     rows = [
         [value, *_columns(found, args.slo), "best" if value == best else ""] if value in good
         else [value, *["–"] * (7 + bool(args.slo)), "refused"]
@@ -293,12 +304,15 @@ def fit_command(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"rates": dataclasses.asdict(fit.rates), "cold": fit.cold, "sigma": fit.sigma}
     complete = all(row.times is not None for row in log.rows)
     watched = log.observed(len(log.rows)) if complete else observed
+    everybody = of_outcomes(outcomes, [outcome.queued for outcome in outcomes])
     predicted = of_outcomes(outcomes[: len(watched)], [outcome.queued for outcome in outcomes[: len(watched)]])
     common.say(f"Fitted to the first {len(observed)} requests; of {len(watched)}, {len(jobs)} in the workload:")
-    print_errors(predicted, seen(watched, outcomes), others_on(log) if complete else {})
+    others, unseen = (others_on(log), None) if complete else ({}, everybody)
+    print_errors(predicted, seen(watched, outcomes), others, unseen)
     steps = sum(len(prediction.steps) for prediction in predictions)
     common.say(f"{sum(outcome.preemptions for outcome in outcomes)} preemptions, {steps:,} steps")
     found |= {"first": len(observed), "errors": errors(predicted, seen(watched, outcomes))}
+    found["predicted"] = {name: spread(seconds) for name, seconds in everybody.items()}
     if args.json:
         recorded.merge_json(args.json, KEY, found)
     if args.figure:
@@ -329,7 +343,7 @@ def read_rates(path: str) -> Fit:
         found = json.loads(read_text(Path(path)))[KEY]
         rates = StepRates(**{name: float(found["rates"][name]) for name in RATES})
         cold, sigma = float(found["cold"]), {name: float(found["sigma"][name]) for name in RATES}
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise common.InputError(f"--rates {path}: not what `predict fit --json` writes ({error!r:.60})") from None
     if not all(0 < rate < math.inf for rate in (cold, *dataclasses.astuple(rates))):
         raise common.InputError(f"--rates {path}: all rates must be above 0")

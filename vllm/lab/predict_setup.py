@@ -36,6 +36,10 @@ DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True, "kv_cache_dtype": "auto", "async_scheduling": True, "enable_chunked_prefill": True,
     "long_prefill_token_threshold": 0, "scheduler_reserve_full_isl": True, "watermark": 0.0,
 }  # fmt: skip
+MOST = 10**7
+WHOLES = {"tensor_parallel_size": (1, 64), "data_parallel_size": (1, 64), "max_num_seqs": (1, MOST),
+          "max_num_batched_tokens": (1, MOST), "max_model_len": (1, MOST), "block_size": (1, 1024),
+          "num_gpu_blocks_override": (2, MOST), "gpu_memory": (1, 2**50)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,16 +87,18 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
     gpu = find_gpu(settings["gpu"])
     if "gpu" not in given and settings.get("gpu_memory"):
         gpu = dataclasses.replace(gpu, memory=settings["gpu_memory"])
-    costs = model_costs(find_model(settings["model"]), settings["kv_cache_dtype"])
-    engines = settings["data_parallel_size"]
-    model = StepModel(costs, settings["tensor_parallel_size"], engines if costs.expert_params else 1)
-    large = gpu.memory >= 70 * GIB and "A100" not in gpu.name
-    max_num_seqs = settings.get("max_num_seqs") or (1024 if large else 256)
-    budget = settings.get("max_num_batched_tokens") or (
-        16384 if gpu.memory >= 160 * GIB else 8192 if large else max(2048, max_num_seqs)
-    )
+    config = find_model(settings["model"])
+    if settings.get("quantization") == "fp8":  # what a checkpoint says of itself goes first
+        config = {"quantization_config": {"quant_method": "fp8"}, **config}
+    costs = model_costs(config, settings["kv_cache_dtype"])
+    engines, tp = settings["data_parallel_size"], settings["tensor_parallel_size"]
+    if costs.num_heads % tp:
+        raise common.InputError(f"--tensor-parallel-size {tp}: must divide the model's {costs.num_heads} heads")
+    model = StepModel(costs, tp, engines if costs.expert_params else 1)
+    max_model_len = settings.get("max_model_len") or costs.max_model_len
+    max_num_seqs, budget = batch_limits(settings, gpu, max_model_len)
     scheduler = SchedulerConfig(
-        max_model_len=settings.get("max_model_len") or costs.max_model_len,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_chunked_prefill=settings["enable_chunked_prefill"],
@@ -113,19 +119,39 @@ def served_by(args: argparse.Namespace, meta: Mapping[str, Any]) -> Served:
     return Served(model, gpu, setup, blocks is not None)
 
 
+def batch_limits(settings: Mapping[str, Any], gpu: GPU, max_model_len: int) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens: as they are set, or else as vLLM's server sets them for the card."""
+    large = gpu.memory >= 70 * GIB and "A100" not in gpu.name
+    seqs = settings.get("max_num_seqs") or (1024 if large else 256)
+    budget = settings.get("max_num_batched_tokens")
+    if not budget:
+        budget = 16384 if gpu.memory >= 160 * GIB else 8192 if large else 2048
+        budget = min(budget if settings["enable_chunked_prefill"] else max(budget, max_model_len), seqs * max_model_len)
+    return settings.get("max_num_seqs") or min(seqs, budget), budget
+
+
 def check(settings: Mapping[str, Any]) -> None:
     """What a meta.json says need not be what a flag would have taken. Raises InputError."""
-    wholes = ("tensor_parallel_size", "data_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
-              "block_size", "num_gpu_blocks_override", "gpu_memory")  # fmt: skip
-    for name in wholes:
+    for name, (low, high) in WHOLES.items():
         if settings.get(name) is not None:
-            whole(name, settings[name], 1)
-    share = settings["gpu_memory_utilization"]
+            whole(name, settings[name], low, high)
+    for name, default in DEFAULTS.items():
+        if isinstance(default, bool) and not isinstance(settings[name], bool):
+            raise common.InputError(f"{name} {settings[name]!r:.40}: must be true or false")
+    share, margin = settings["gpu_memory_utilization"], settings["watermark"]
     if not isinstance(share, float | int) or not 0 < share <= 1:
         raise common.InputError(f"gpu_memory_utilization {share!r:.40}: must be above 0 and at most 1")
+    if not isinstance(margin, float | int) or not 0 <= margin < 1:
+        raise common.InputError(f"watermark {margin!r:.40}: must be at least 0 and below 1")
     for name in ("model", "gpu", "kv_cache_dtype"):
         if not isinstance(settings[name], str):
             raise common.InputError(f"{name} {settings[name]!r:.40}: must be a name")
+    if settings["kv_cache_dtype"] not in DTYPES and not settings["kv_cache_dtype"].startswith("fp8"):
+        allowed = ", ".join(DTYPES)
+        raise common.InputError(f"kv_cache_dtype {settings['kv_cache_dtype']!r:.40}: must be one of {allowed}")
+    for name in ("pipeline_parallel_size", "speculative_config"):
+        if settings.get(name) not in (None, 1):
+            raise common.InputError(f"{name} {settings[name]!r:.40}: must be left out; it cannot be predicted")
 
 
 def blocks_that_fit(model: StepModel, gpu: GPU, limits: SchedulerConfig, block_size: int, utilization: float) -> int:
@@ -140,7 +166,7 @@ def blocks_that_fit(model: StepModel, gpu: GPU, limits: SchedulerConfig, block_s
     widest = 6 * costs.intermediate_size / tp + 8 * costs.hidden_size  # gate, up and their product; the residuals
     activations = limits.max_num_batched_tokens * widest + 16 * limits.max_num_seqs * costs.vocab_size + GIB / 2
     room = utilization * gpu.memory - weights - activations
-    blocks = int(room // (block_size * costs.kv_bytes_per_token / tp))
+    blocks = int(room // (block_size * costs.kv_bytes_per_token / model.kv_ranks))
     if blocks < 2:
         raise common.InputError(
             f"--model: {weights / 1e9:.1f} GB of weights a card leave no KV blocks on {gpu.name} at "
@@ -183,6 +209,8 @@ def make_jobs(args: argparse.Namespace, log: Log | None, seed: int) -> list[Job]
         if args.request_rate is None:
             raise common.InputError(f"{log.path}: no line has arrival_time; give --request-rate")
         due = arrival_times(len(rows), args.request_rate, random.Random(args.seed), args.burstiness)
+    elif args.request_rate is not None:
+        raise common.InputError(f"--request-rate: {log.path} says when each request arrives; allowed without")
     else:
         due = [(row.arrival or 0.0) - rows[0].arrival for row in rows]
     known = [row.output_len for row in rows if row.output_len]

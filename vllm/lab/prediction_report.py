@@ -139,27 +139,35 @@ def print_answer(found: Mapping[str, Any], setup: Setup) -> None:
 
 
 def errors(predicted: Mapping[str, np.ndarray], seen: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
-    """Predicted over seen, − 1, of each rule."""
+    """Predicted over seen, − 1, of each rule. What nobody saw, as gaps of one-token answers, is left out."""
     return {
         name: {
             rule: there / here - 1
             for (rule, there), here in zip(spread(predicted[name]).items(), spread(real).values())
+            if here
         }
         for name, real in seen.items()
     }
 
 
 def print_errors(
-    predicted: Mapping[str, np.ndarray], seen: Mapping[str, np.ndarray], others: Mapping[str, Mapping[str, float]]
+    predicted: Mapping[str, np.ndarray],
+    seen: Mapping[str, np.ndarray],
+    others: Mapping[str, Mapping[str, float]],
+    everybody: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Each rule of each latency: as it was, as predicted, how far off; and beside it how far off `others` were."""
+    """Each rule of each latency: as it was, as predicted, how far off; and beside it how far off `others` were, and
+    the prediction of `everybody`, if not all were seen."""
     rows = []
     for name, off in errors(predicted, seen).items():
         real, ours = spread(seen[name]), spread(predicted[name])
         for rule in RULES:
             theirs = [f"{others[name][rule]:+.1%}" if rule in others.get(name, {}) else ""] if others else []
-            rows.append([NAMES[name], rule, f"{real[rule]:,.1f}", f"{ours[rule]:,.1f}", f"{off[rule]:+.1%}", *theirs])
-    common.table(["milliseconds", "", "seen", "predicted", "error", *(["LLMServingSim"] if others else [])], rows)
+            whole = [f"{spread(everybody[name])[rule]:,.1f}"] if everybody else []
+            error = f"{off[rule]:+.1%}" if rule in off else "–"
+            rows.append([NAMES[name], rule, f"{real[rule]:,.1f}", f"{ours[rule]:,.1f}", error, *theirs, *whole])
+    beside = [*(["LLMServingSim"] if others else []), *(["predicted, all"] if everybody else [])]
+    common.table(["milliseconds", "", "seen", "predicted", "error", *beside], rows)
 
 
 def read_llmservingsim(path: Path) -> dict[str, dict[str, float]]:
@@ -189,7 +197,9 @@ def draw(
     queue.plot(at, [step.running for step in chosen], color=figures.COLORS["blue"], label="running")
     queue.plot(at, [step.waiting for step in chosen], color=figures.COLORS["orange"], label="waiting")
     pool = queue.twinx()
-    pool.fill_between(at, [step.blocks / (setup.num_blocks - 1) for step in chosen], color=figures.COLORS["light"])
+    engines = setup.data_parallel_size if setup.share_experts else 1
+    share = [step.blocks / (engines * (setup.num_blocks - 1)) for step in chosen]
+    pool.fill_between(at, share, color=figures.COLORS["light"])
     pool.set(ylim=(0, 1.02), ylabel="blocks owned (grey)")
     pool.set_zorder(0)
     queue.set_zorder(1)

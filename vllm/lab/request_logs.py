@@ -13,7 +13,6 @@ from __future__ import annotations
 import common
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from lab.fit import Observed
 
 MOST_TOKENS = 10**7
+MOST_SECONDS = 10**11  # a clock of milliseconds or nanoseconds has more, whenever it began
 TIMES = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 
 
@@ -107,6 +107,8 @@ def _row(row: Any) -> Row:
         raise common.InputError(f"prefix_toks {prefix}: must be at most input_toks ({input_len})")
     times = tuple(_time(row, name) for name in TIMES)
     known = tuple(at for at in times if at is not None)
+    if known and known[-1] == 0:  # what vLLM's clocks show before anything has happened
+        known = ()
     if len(known) == len(TIMES) and list(known) != sorted(known):
         raise common.InputError(f"{', '.join(TIMES)}: must not go back in time")
     return Row(
@@ -128,8 +130,8 @@ def _whole(row: Mapping[str, Any], name: str, low: int) -> int | None:
 
 def _time(row: Mapping[str, Any], name: str) -> float | None:
     value = row.get(name)
-    if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
-        raise common.InputError(f"{name} {value!r:.40}: must be seconds, 0 or above")
+    if value is not None and (type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS):
+        raise common.InputError(f"{name} {value!r:.40}: must be seconds, 0 or above, at most {MOST_SECONDS}")
     return value
 
 
@@ -150,7 +152,10 @@ def meta_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     cache, hardware = meta.get("kv_cache") or {}, meta.get("hardware") or {}
     found = dict(meta.get("engine_kwargs") or {})
     found.setdefault("model", meta.get("model"))
-    found["num_gpu_blocks_override"] = found.get("num_gpu_blocks_override") or cache.get("num_gpu_blocks")
+    blocks, engines = cache.get("num_gpu_blocks"), found.get("data_parallel_size")
+    if type(blocks) is int and type(engines) is int and engines > 1:
+        blocks //= engines  # vLLM's front end counts those of all engines: `v1/engine/core_client.py`
+    found["num_gpu_blocks_override"] = found.get("num_gpu_blocks_override") or blocks
     for name in ("block_size", "gpu_memory_utilization", "enable_prefix_caching"):
         found[name] = found[name] if found.get(name) is not None else cache.get(name)
     if found["gpu_memory_utilization"] is None and str(meta.get("vllm_version", "")).startswith("0.1"):

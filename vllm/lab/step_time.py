@@ -97,6 +97,12 @@ class StepModel:
     tensor_parallel_size: int = 1
     expert_engines: int = 1  # data-parallel engines that share experts; 1: each has all of the model
 
+    @property
+    def kv_ranks(self) -> int:
+        """Ranks that share the cache. With more ranks than heads of keys, several keep the same one; all of them keep
+        a latent."""
+        return min(self.tensor_parallel_size, self.costs.num_kv_heads)
+
     def features(self, work: StepWork) -> StepFeatures:
         """Of one rank. Those of an engine add up two sums a layer; engines that share experts send them every token."""
         costs, tp, engines = self.costs, self.tensor_parallel_size, self.expert_engines
@@ -108,7 +114,7 @@ class StepModel:
             weights=(costs.dense_bytes + costs.expert_bytes_read(work.expert_tokens) / engines) / tp,
             products=(costs.dense_flops(work.tokens, work.sequences)
                       + costs.expert_flops(work.expert_tokens) / engines) / tp,
-            cache=costs.kv_bytes_per_token * seen / tp,
+            cache=costs.kv_bytes_per_token * seen / self.kv_ranks,
             attention=float(costs.pair_flops * work.prompt_pairs) / tp,
             exchange=exchanged * (tp - 1) / tp + to_experts * (engines - 1) / engines,
             sequence=float(work.sequences),
