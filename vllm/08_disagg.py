@@ -595,7 +595,8 @@ def show_good_day(
     found = [job.token_ids for job in jobs]
     common.check_equal(f"the tokens of one engine, {len(prompts)} × {TOKENS}", found, expected)
     there, here = settled(prefill), settled(decode)
-    each = model.config.num_hidden_layers * 2 * model.num_kv_heads * model.config.head_dim * 4  # fp32
+    halves = 1 if model.config.mla else 2  # a latent is key and value in one
+    each = model.config.num_hidden_layers * halves * model.num_kv_heads * model.config.head_dim * 4  # fp32
     what = f"{sum(LENGTHS)} positions × {each:,} bytes have moved, no more"
     common.check_equal(what, here["bytes_in"], sum(LENGTHS) * each)
     common.say(f"✓ {there['messages']} messages, {there['early']} of them during the prefill; all blocks are free")

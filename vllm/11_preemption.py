@@ -77,7 +77,7 @@ def swap_blocks_one_by_one(source: torch.Tensor, target: torch.Tensor, pairs: Se
     Shapes: source [2, N, block_size, Hkv, D], target [2, M, block_size, Hkv, D], pairs of (block of source, of target).
     """
     for source_block, target_block in pairs:
-        for half in (0, 1):
+        for half in range(len(source)):
             target[half, target_block].copy_(source[half, source_block], non_blocking=True)
 
 
@@ -282,12 +282,12 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
     or writes over the link. A block is a row of bits: the copy is of 4-byte words, whatever the dtype.
 
     Semantics: target[:, t] = source[:, s] for every pair (s, t). No t twice, no overlap of the two caches.
-    Shapes: source [2, N, block_size, Hkv, D], target [2, M, block_size, Hkv, D], pairs int64 [P, 2]. Raises ValueError
-    for host memory that is not pinned.
+    Shapes: source [2, N, block_size, Hkv, D], target [2, M, block_size, Hkv, D], of latents [1, …]; pairs int64 [P, 2].
+    Raises ValueError for host memory that is not pinned.
     """
     on_gpu = target if target.is_cuda else source
     if not common.runs_kernel(on_gpu):
-        for half in (0, 1):
+        for half in range(len(source)):
             target[half].index_copy_(0, pairs[:, 1], source[half].index_select(0, pairs[:, 0]))
         return
     if on_gpu.is_cuda and not all(x.is_cuda or x.is_pinned() for x in (source, target)):
@@ -297,7 +297,7 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
     source, target = source.view(torch.int32), target.view(torch.int32)
     width = source[0, 0].numel()
     block = min(width & -width, 1024)  # the largest power of two that divides it: no tail, so no masks
-    swap_blocks_kernel[(len(pairs), 2, width // block)](
+    swap_blocks_kernel[(len(pairs), len(source), width // block)](
         source, target, pairs, source.stride(0), target.stride(0), WIDTH=width, BLOCK=block, num_warps=4
     )
 
@@ -498,8 +498,8 @@ class ModelCore(MeteredCore):
         super().__init__(scheduler)
         manager, paged = scheduler.kv_cache_manager, VllmConfig(attention_backend="paged")
         self.runner = make_runner(model, scheduler.config, manager.block_pool.num_blocks, manager.block_size, paged)
-        self.layers = self.runner.cache.layers  # of each layer [2, num_blocks, block_size, Hkv, D]
-        shape = (2, num_cpu_blocks + 1, *self.layers[0].shape[2:])
+        self.layers = self.runner.cache.layers  # of each layer [2, num_blocks, block_size, Hkv, D], of latents [1, …]
+        shape = (len(self.layers[0]), num_cpu_blocks + 1, *self.layers[0].shape[2:])
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.layers]
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:

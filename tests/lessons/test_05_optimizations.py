@@ -42,6 +42,7 @@ from lab import chats, cli, offline_run, roofline
 from lab.hardware import HARDWARE
 from support.broken import break_class
 from support.close import assert_close
+from support.mixtures import MIXTURES
 from support.runners import runner_of
 from support.tiers import and_slowly
 
@@ -750,6 +751,13 @@ def test_piecewise_graphs_change_no_token(tiny_model, served):
     assert found.num_replays == 5 and {size for size, _ in found.captured} == {1, 2, 4, 8, 32}
     layers = tiny_model.config.num_hidden_layers
     assert all(len(step.graphs) == layers + 1 and len(step.attention) == layers for step in found.captured.values())
+
+
+@pytest.mark.skipif(common.HAS_GPU, reason="a GPU's steps are all alike")
+def test_a_tape_is_not_played_for_experts(capsys):
+    """On a CPU a step runs those experts that its tokens ask for, which a tape would not know."""
+    lesson.show_replay(llama.random_model(**MIXTURES["mixtral"]), None)
+    assert "SKIPPED CUDA graphs: no GPU, and a CPU's steps differ" in capsys.readouterr().out
 
 
 def test_all_is_captured_before_the_first_request(tiny_model, served, kernels):

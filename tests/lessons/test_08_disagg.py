@@ -27,7 +27,8 @@ from engine.model import llama
 from lab import cli, naive, workers
 from lab.transfers import Faults
 from lab.workers import Worker, make_core, make_request, settled
-from support.transfers import PROMPT, SEED, TOKENS, drain, generated, handed_over, pair, submit, until
+from support.latents import latent_model
+from support.transfers import PROMPT, SEED, TOKENS, counts, drain, generated, handed_over, pair, submit, until
 
 lesson = registry.lesson("08_disagg")
 page = cli.numbers("08_disagg")
@@ -601,3 +602,18 @@ def test_facts_are_consistent():
 def test_the_parts_of_the_widgets_times_to_first_token_add_up(capsys):
     page.show_simulation()
     assert "✓ queue + prefill + transfer + first step = TTFT, for every request" in capsys.readouterr().out
+
+
+def test_of_latents_half_the_bytes_move(monkeypatch, capsys):
+    """They are key and value in one; the story counts what has moved."""
+    model = latent_model()
+    with pair(model, "TCPConnector") as (prefill, decode):
+        found = handed_over(prefill, decode, [PROMPT], 4)
+        there, here = ({"messages": 0, "early": 0, **counts(core)} for core in (prefill, decode))
+    assert found == [generated(model, PROMPT, 4)]
+    monkeypatch.setattr(lesson, "LENGTHS", [len(PROMPT)])
+    monkeypatch.setattr(lesson, "settled", lambda worker: worker)
+    jobs = [SimpleNamespace(token_ids=found[0], prefilled=0.1, first=0.2)]
+    monkeypatch.setattr(lesson, "disaggregated", lambda *_: (jobs, []))
+    lesson.show_good_day(there, here, model, [PROMPT], found)
+    assert f"{len(PROMPT)} positions × 384 bytes have moved, no more" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from lab import cli, roofline
 from lab.hardware import GPU, HARDWARE
 from lab.reserving import ReservingScheduler
 from support import first_layers
+from support.latents import latent_model
 
 lesson, page = registry.lesson("11_preemption"), cli.numbers("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
@@ -52,8 +53,26 @@ def test_swap_blocks(kernels, dtype, guarded, device, block_size, heads, size, p
         source.normal_()  # the way back must not find what it brings already there
 
 
-def test_swap_blocks_without_a_kernel(dtype):
-    source, target = torch.randn(2, 7, 4, 2, 8).to(dtype), torch.zeros(2, 5, 4, 2, 8, dtype=dtype)
+def test_swap_blocks_of_latents(kernels, guarded, device):
+    source, target = (guarded(torch.randn(1, 5, 4, 1, 48, device=device)) for _ in range(2))
+    expected, pairs = target.clone(), [(4, 0), (1, 3)]
+    lesson.swap_blocks_one_by_one(source, expected, pairs)
+    lesson.swap_blocks(source, target, torch.tensor(pairs, device=device))
+    assert torch.equal(target, expected)
+
+
+def test_latents_come_back():
+    """A model with latent attention, whose blocks go to host memory and return."""
+    model, requests = latent_model(), some_requests(6, 128, 20)[:3]
+    expected = {r.request_id: lesson.undisturbed(model, r.prompt_token_ids, r.max_tokens) for r in requests}
+    core = lesson.ModelCore(lesson.build_scheduler("swap", 13, 4, 56, num_cpu_blocks=40, max_num_seqs=8), model, 40)
+    assert lesson.run_to_end(core, requests) == expected and core.copies.total["in"] > 0
+
+
+@pytest.mark.parametrize("halves", [2, 1])
+def test_swap_blocks_without_a_kernel(dtype, halves):
+    """Of latents, which are key and value in one, there is one half."""
+    source, target = torch.randn(halves, 7, 4, 2, 8).to(dtype), torch.zeros(halves, 5, 4, 2, 8, dtype=dtype)
     expected, pairs = target.clone(), [(6, 0), (2, 4), (3, 1)]
     lesson.swap_blocks_one_by_one(source, expected, pairs)
     lesson.swap_blocks(source, target, torch.tensor(pairs))

@@ -18,6 +18,7 @@ import on_gpu
 from engine import registry
 from engine.model import folders, loader
 from lab import cli, figures
+from lab.make_model import make_model
 from support import modules, scripts
 from support.documents import LESSONS, TIMED, TOLD
 from support.processes import together
@@ -379,6 +380,12 @@ def test_a_model_that_a_story_cannot_use_is_one_line(lesson, shape, flags, why, 
         registry.lesson(lesson).main(["--model", str(folder), "--figure", str(tmp_path), *flags])
     assert re.fullmatch(why, str(refused.value))
     assert not re.search(r"^ *1\b", capsys.readouterr().out, re.M)
+
+
+def test_a_story_about_an_mlp_takes_no_experts(tmp_path):
+    make_model("mixtral", tmp_path / "model", vocab_size=99)
+    with pytest.raises(common.InputError, match=r"--model: this story takes the MLP .* and this model has experts"):
+        registry.lesson("05b_quantization").main(["--model", str(tmp_path / "model")])
 
 
 @pytest.fixture(scope="module")

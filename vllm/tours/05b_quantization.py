@@ -274,6 +274,8 @@ def check_arguments(args: argparse.Namespace) -> LlamaConfig:
     if args.vllm and not args.bench:
         raise common.InputError("--vllm: only --bench compares with it")
     config = loader.check_context(args.model, 512 if args.bench else 256)
+    if config.moe:
+        raise common.InputError("--model: this story takes the MLP of a layer apart, and this model has experts")
     if config.hidden_size % args.group:
         raise common.InputError(f"--group {args.group}: must divide the model's hidden size, {config.hidden_size}")
     multiple = 64 if args.bench else 32  # of the largest group that the page's table, or step 3, rounds in

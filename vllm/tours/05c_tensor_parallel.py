@@ -143,11 +143,14 @@ def ownership(model: str, n: int) -> dict[str, Any]:
 def step_traffic(config: LlamaConfig, n: int, tokens: int, rows: int, itemsize: int) -> dict[str, dict[str, int]]:
     """Collectives of one forward pass over `tokens` tokens with logits for `rows` of them, as `take_counts` counts.
 
-    all-reduces = 2 · L + 1, each of T · hidden elements; one all-gather of R · padded vocabulary.
+    all-reduces = 2 · L + 1, each of T · hidden elements; one all-gather of R · padded vocabulary. A layer whose experts
+    have a shared one beside them adds that up by itself: one all-reduce more.
     """
     if n == 1:
         return {}
+    shared = config.moe is not None and config.moe.shared_intermediate_size > 0
     calls = 2 * config.num_hidden_layers + 1
+    calls += sum(shared and config.has_experts(layer) for layer in range(config.num_hidden_layers))
     return {
         "all_reduce": {"calls": calls, "bytes": calls * tokens * config.hidden_size * itemsize},
         "all_gather": {"calls": 1, "bytes": rows * sharding.pad_vocab_size(config.vocab_size, n) * itemsize},

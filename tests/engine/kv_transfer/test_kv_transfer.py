@@ -50,6 +50,7 @@ from engine.serving.core_proc import EngineCoreProc
 from engine.serving.mailbox import ClientGone
 from lab import naive
 from lab.transfers import Faults, MemoryLink, rehearse
+from support.mixtures import MIXTURE
 from support.tiers import and_slowly
 from support.transfers import (
     PROMPT,
@@ -1730,6 +1731,25 @@ def test_biases_and_norms_of_heads_have_a_part_in_the_digest():
         layer.bias = torch.ones(layer.weight.shape[0])
     changes = [lambda: None, lambda: model.q_norm[1].add_(1), lambda: model.k_norm[0].add_(1)]
     changes += [lambda layer=layer: layer.bias.add_(1) for name, layer in model.linear.items() if name != "lm_head"]
+    for change in changes:
+        change()
+        digests.add(weights_digest(model))
+    assert len(digests) == len(changes)
+
+
+def test_windows_and_rules_of_experts_have_a_part_in_the_digest():
+    """The same weights mean other keys and values where a config says that a query sees less, or asks others."""
+    model, moe = llama.random_model(seed=SEED, attention_sinks=True, moe=MIXTURE), MIXTURE
+    layer = model.moe[0]
+    layer.gate_bias = torch.ones(moe.num_experts)
+    layer.experts.gate_up_bias, layer.experts.down_bias = torch.ones(6, 96), torch.ones(6, 80)
+    tensors = (layer.gate_bias, layer.experts.gate_up_bias, layer.experts.down_bias, model.sinks[1])
+    changes = [lambda: None, *(lambda x=x: x.add_(1) for x in tensors)]
+    changes += [lambda x=x: vars(model).update(config=dataclasses.replace(model.config, **x)) for x in (
+        {"sliding_windows": (8, None)}, {"sliding_windows": (8, 8)},
+        {"moe": dataclasses.replace(moe, top_k=3)}, {"moe": dataclasses.replace(moe, renormalize=False)},
+    )]  # fmt: skip
+    digests = set()
     for change in changes:
         change()
         digests.add(weights_digest(model))

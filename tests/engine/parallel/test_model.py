@@ -17,6 +17,7 @@ from engine.quantization.kv_codes import block_bytes
 from engine.request import Request, SamplingParams
 from lab import cli
 from support.close import assert_close
+from support.mixtures import MIXTURES
 from support.rank_threads import CPU, ThreadGroup, in_threads
 from support.sharded_models import IDS, model_with
 
@@ -44,6 +45,18 @@ def test_shards_are_the_model(n, sizes, device):
     for out in outs:
         assert_close(out, want)
         assert out.equal(outs[0])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_shared_expert_costs_an_all_reduce(family):
+    model = llama.random_model(device=CPU, **MIXTURES[family])
+
+    def rank(group):
+        shard = TensorParallelLlama(model.config, model_tensors(model), group)
+        lesson.all_logits(shard, IDS)
+        return group.take_counts()
+
+    assert in_threads(2, rank, CPU) == [lesson.step_traffic(model.config, 2, len(IDS), len(IDS), 4)] * 2
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

@@ -13,15 +13,19 @@ from engine.core.hybrid_kv_cache import HybridKVCacheManager
 from engine.core.scheduler import Scheduler, make_scheduler
 from engine.engine_args import EngineArgs
 from engine.kv_cache_interface import groups_of
+from engine.kv_transfer.digest import weights_digest
 from engine.llm import LLM
+from engine.model import loader
 from engine.model.config import LlamaConfig
 from engine.parallel.config import ParallelConfig
+from engine.parallel.model import TensorParallelLlama
 from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.shards import model_tensors
 from engine.parallel.worker import WorkerSpec
 from engine.request import SamplingParams
 from lab.make_model import make_model
 from support import small_cores
-from support.rank_threads import WorkerThreads
+from support.rank_threads import WorkerThreads, in_threads
 from support.small_cores import PROMPTS, remote_runner
 
 
@@ -63,6 +67,18 @@ def test_every_layout_writes_transformers_tokens(layout, gpt_oss):
         for prompt, answer in zip(PROMPTS, serve(folder, *LAYOUTS[layout])):
             scores = theirs(torch.tensor([[*prompt, *answer[:-1]]])).logits[0]
             assert scores[len(prompt) - 1 :].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("way", [None, "all2all"])
+def test_however_many_ranks_the_digest_is_one(way, gpt_oss):
+    """Sinks are cut by heads, and biases of experts as their matrices are."""
+    whole, _ = loader.load(gpt_oss[0], device=torch.device("cpu"))
+    parallel = ParallelConfig(2, enable_expert_parallel=bool(way), all2all_backend=way or "all2all")
+
+    def digest(group):
+        return weights_digest(TensorParallelLlama(parallel.shared_experts(whole.config), model_tensors(whole), group))
+
+    assert {*in_threads(2, digest)} == {weights_digest(whole)}
 
 
 @pytest.mark.slow

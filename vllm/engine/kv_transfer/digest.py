@@ -6,6 +6,7 @@ vLLM: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py` (there, a 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -15,7 +16,8 @@ SAMPLE = 61  # every 61st input, or output: training and rounding change nearly 
 
 
 def weights_digest(model: Any) -> str:
-    """Tells models of one shape apart by what their keys and values depend on: all weights but the output matrix.
+    """Tells models of one shape apart by what their keys and values depend on: all weights but the output matrix, and
+    what a config says of windows and of the choice of experts.
 
     Equal on all ranks, and however many there are: each adds up the bits of a sample of its part, and then they add up
     their sums. These are whole numbers, which have one sum in any order. All ranks must call this. Weights
@@ -30,7 +32,9 @@ def weights_digest(model: Any) -> str:
         return x.contiguous().view(whole[x.element_size()]).sum()
 
     sums, grids = [total(model.embed_tokens[:, ::SAMPLE])], set()  # a grid is what a layer rounds its inputs to
-    sums += [total(norm) * (rank == 0) for norm in model.norms]  # whole on every rank: one of them counts
+    norms = model.norms[: len(model.norms) - len(model.sinks)]
+    sums += [total(norm) * (rank == 0) for norm in norms]  # whole on every rank: one of them counts
+    sums += [total(sinks) for sinks in model.sinks]  # by heads
     for name, layer in model.linear.items():
         if name == "lm_head":
             continue
@@ -50,11 +54,14 @@ def weights_digest(model: Any) -> str:
         sums += [total(norm) * (rank == 0) for norm in (mla.q_norm, mla.kv_norm) if norm is not None]
         sums.append(total(mla.kv_b[:, ::SAMPLE]))  # by heads, and so by outputs
     for moe in model.moe.values():
-        gates = [gate for gate in (moe.gate, moe.correction, moe.shared_gate) if gate is not None]
-        sums += [total(gate) * (rank == 0) for gate in gates]  # whole on every rank
+        gates = (moe.gate, moe.gate_bias, moe.correction, moe.shared_gate)
+        sums += [total(gate) * (rank == 0) for gate in gates if gate is not None]  # whole on every rank
         gate_up, down = moe.experts.matrices  # this rank's part
         sums += [total(gate_up[..., ::SAMPLE]), total(down[:, ::SAMPLE])]
+        sums += [total(bias) for bias in moe.experts.tensors[2:]]  # behind those two; codes have none
     found = torch.stack(sums)
     found = group.all_reduce(found) if group else found
-    made_of = (found.tolist(), sorted(grids), c.rope_theta, c.rope_scaling, c.rms_norm_eps)
+    here = {"expert_parallel": None, "held": None, "eplb_step_interval": 0, "num_redundant_experts": 0}
+    rules = c.moe and dataclasses.replace(c.moe, **here)  # who is asked, wherever it is
+    made_of = (found.tolist(), sorted(grids), c.rope_theta, c.rope_scaling, c.rms_norm_eps, c.sliding_windows, rules)
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
