@@ -1572,7 +1572,7 @@ def bare_config(**shape):
 
 def bare_model(config, group, weight=1.0):
     """What a connector must know of a model that has nothing but its shape, and a weight on every rank."""
-    return SimpleNamespace(config=config, group=group, norms=[], linear={}, moe={}, mla={},
+    return SimpleNamespace(config=config, group=group, norms=[], linear={}, moe={}, mla={}, sinks=[],
                            embed_tokens=torch.full((5, 9), weight))  # fmt: skip
 
 
