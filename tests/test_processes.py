@@ -54,7 +54,8 @@ def test_a_process_that_dies_fails_the_run_by_the_name_of_its_test(tmp_path, nam
     assert status == 1
     assert len(re.findall(r"^FAILED test_5.py::test_ends", output, re.M)) == 1, output
     assert re.search(r"the test process gw\d died in test_5.py::test_ends", output)
-    assert ("Fatal Python error: Floating point exception" in output) == (name == "SIGFPE")
+    said = output.replace(".", "")  # the other process's tests pass meanwhile, a dot each, wherever this line is
+    assert ("Fatal Python error: Floating point exception" in said) == (name == "SIGFPE")
 
 
 def test_a_test_that_never_ends_is_ended(tmp_path):
