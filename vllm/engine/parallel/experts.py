@@ -20,23 +20,14 @@ from engine.parallel.eplb import Placement, rebalance_experts, slot_tables
 
 
 @dataclasses.dataclass
-class ReducedExperts:
-    """All ranks have all tokens, and each adds what its part of the experts says: one all-reduce.
-
-    A part is a slice of every expert, which is tensor parallelism, or all of some experts: the others' pairs count as
-    nothing here. Bytes do not depend on k: 2 · T · H · (n − 1) / n leave each rank.
-    """
+class SharedExperts:
+    """What multiplies on this rank, and what is known of it. How tokens get there, and back, is a subclass's."""
 
     local: Experts
-    group: GroupCoordinator
-
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Shapes: x [T, H], weights, ids [T, k] -> [T, H], the same on all ranks."""
-        return self.group.all_reduce(self.local(x, weights, ids))
 
     @property
     def held(self) -> range:
-        """The experts of which a part is here."""
+        """The experts of which a part is here, or this rank's slots."""
         return self.local.held
 
     @property
@@ -51,14 +42,28 @@ class ReducedExperts:
 
 
 @dataclasses.dataclass
-class GatheredExperts:
+class ReducedExperts(SharedExperts):
+    """All ranks have all tokens, and each adds what its part of the experts says: one all-reduce.
+
+    A part is a slice of every expert, which is tensor parallelism, or all of some experts: the others' pairs count as
+    nothing here. Bytes do not depend on k: 2 · T · H · (n − 1) / n leave each rank.
+    """
+
+    group: GroupCoordinator
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Shapes: x [T, H], weights, ids [T, k] -> [T, H], the same on all ranks."""
+        return self.group.all_reduce(self.local(x, weights, ids))
+
+
+@dataclasses.dataclass
+class GatheredExperts(SharedExperts):
     """Engines share experts: every rank gets the tokens of all, and the sums of what ranks know go back to each.
 
     Engines have different tokens, and different numbers of them, so all are filled up to the most. Bytes do not depend
     on k: with T the most, (n − 1) · T · H leave each rank, and as many go back. vLLM: `allgather_reducescatter`.
     """
 
-    local: Experts
     group: GroupCoordinator  # all ranks of all engines
     tp: GroupCoordinator  # those of this engine, which hold the same tokens
 
@@ -74,24 +79,9 @@ class GatheredExperts:
         everybodys = [self.group.all_gather(F.pad(part, (0, 0, 0, most - T)), dim=0) for part in (x, weights, ids)]
         return self.group.reduce_scatter(self.local(*everybodys))[:T]  # who is no token counts as nothing: weights 0
 
-    @property
-    def held(self) -> range:
-        """The experts of which a part is here."""
-        return self.local.held
-
-    @property
-    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of this rank's part."""
-        return self.local.matrices
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Of this rank's part."""
-        return self.local.tensors
-
 
 @dataclasses.dataclass
-class DispatchedExperts:
+class DispatchedExperts(SharedExperts):
     """Each rank sends a share of the tokens to whoever has their experts, and gets the answers back: two all-to-alls.
 
     After attention all ranks of an engine hold the same tokens, so the share is an n-th of them, and at the end all are
@@ -103,7 +93,6 @@ class DispatchedExperts:
     same counts by then, and none has to ask another where an expert is.
     """
 
-    local: Experts  # of this rank's slots
     group: GroupCoordinator  # all ranks that share experts
     placement: Placement
     step_interval: int = 0
@@ -140,21 +129,6 @@ class DispatchedExperts:
         if placement != self.placement:
             assert isinstance(self.local, StackedExperts), "whoever has codes stays where it is"
             self.local, self.placement = moved(self.local, self.group, self.placement, placement), placement
-
-    @property
-    def held(self) -> range:
-        """This rank's slots."""
-        return self.local.held
-
-    @property
-    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of this rank's part."""
-        return self.local.matrices
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Of this rank's part."""
-        return self.local.tensors
 
 
 def by_shares(
@@ -242,11 +216,11 @@ def shared_by(layer: MoELayer, tp: GroupCoordinator, ep: GroupCoordinator) -> Mo
 
 def local_experts(layer: MoELayer) -> Experts:
     """What multiplies on this rank."""
-    assert isinstance(layer.experts, ReducedExperts | GatheredExperts | DispatchedExperts)
+    assert isinstance(layer.experts, SharedExperts)
     return layer.experts.local
 
 
 def with_local(layer: MoELayer, local: Experts) -> MoELayer:
     """The layer with something else that multiplies on this rank."""
-    assert isinstance(layer.experts, ReducedExperts | GatheredExperts | DispatchedExperts)
+    assert isinstance(layer.experts, SharedExperts)
     return dataclasses.replace(layer, experts=dataclasses.replace(layer.experts, local=local))
