@@ -158,13 +158,14 @@ def test_a_prompt_with_a_row_that_is_no_distribution_has_no_scores(here, monkeyp
         return found
 
     monkeypatch.setattr(engine.core.runner.model, "logits", overflowing)
-    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1, logprobs=1)
     core, outputs, scored = engine.core, [], {}
     core.add_request(Request("bad", list(range(1, 21)), params))
     for heard in drafting.steps(core):
         outputs += heard
         scored |= {o.request_id: o.new_prompt_logprobs for o in heard if o.new_prompt_logprobs}
-    assert [(o.new_token_ids, o.finish_reason) for o in outputs] == [([], "error")] and not scored and broken
+    assert [(o.new_token_ids, o.new_logprobs, o.finish_reason) for o in outputs] == [([], None, "error")]
+    assert not scored and broken
     core.add_request(Request("good", list(range(1, 21)), params))
     for heard in drafting.steps(core):
         scored |= {o.request_id: o.new_prompt_logprobs for o in heard if o.new_prompt_logprobs}

@@ -190,6 +190,15 @@ def test_sampled_guesses_come_with_their_distribution(tiny_model):
     assert len({tuple(draft.token_ids) for draft in drafts}) > 10  # each request draws its own
 
 
+def test_a_short_round_has_as_many_distributions_as_guesses(tiny_model):
+    """Beside one that may guess more, and one that may not guess at all."""
+    params = SamplingParams(temperature=0.5, seed=3)
+    contexts = [context(str(most), [1, 2, 3], most=most, params=params) for most in (3, 1, 0)]
+    drafts = trained.DraftModelDrafter(random_network("draft_model", tiny_model)).propose(contexts)
+    assert [len(draft.token_ids) for draft in drafts] == [3, 1, 0]
+    assert [None if draft.probs is None else len(draft.probs) for draft in drafts] == [3, 1, None]
+
+
 def test_guesses_are_drawn_from_what_is_reported(tiny_model):
     """3,000 seeds, two rounds of two guesses: pairs within a round and across rounds come as often as the reported q
     say. Σ|frequency − probability| has a bound that holds with probability 1 − 1e-6 (Bretagnolle–Huber–Carol)."""
