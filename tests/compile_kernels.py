@@ -4,8 +4,9 @@
 
 `support/launches.py` calls each wrapper on meta tensors; what it would launch is recorded and handed
 to Triton's compiler exactly as a launch there would (specialised on strides, alignment and constants).
-Fast is one launch of each kernel. Slow is every launch in bf16 on Hopper and on AMD's, in fp32 on AMD's, where shared
-memory is least; and of each kernel the largest for the rest. Long is every launch for every GPU.
+Fast is one launch of each kernel. Slow is the largest launch of each of its ways (its flags) in bf16 on Hopper and on
+AMD's, in fp32 on AMD's, where shared memory is least; and of each kernel the largest for the rest. Long is every launch
+for every GPU.
 Prints one JSON list: lesson, kernel, target, dtype, registers, spills, shared memory, tensor-core instructions.
 """
 
@@ -43,16 +44,15 @@ TARGETS = {
 TIERS: dict[str, list[tuple[torch.dtype, list[str], str]]] = {
     "fast": [(torch.bfloat16, ["sm_90", "gfx942"], "first")],
     "slow": [
-        (torch.bfloat16, ["sm_90", "gfx942"], "all"),
-        (torch.float32, ["gfx942"], "all"),
+        (torch.bfloat16, ["sm_90", "gfx942"], "ways"),
+        (torch.float32, ["gfx942"], "ways"),
         (torch.float32, ["sm_80"], "last"),
         (torch.bfloat16, ["sm_80", "sm_100"], "last"),
-        (torch.float16, ["sm_90"], "last"),  # as wide as bfloat16, and no harder
     ],
     "long": [
         (torch.float32, list(TARGETS), "all"),
         (torch.bfloat16, list(TARGETS), "all"),
-        (torch.float16, ["sm_90"], "all"),
+        (torch.float16, ["sm_90"], "all"),  # as wide as bfloat16, and no harder
     ],
 }
 TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_s?mfmac?_\w+)")
@@ -150,14 +150,20 @@ def impossible(launch: common.Launch, target: str) -> str | None:
     return None
 
 
+def flags(launch: common.Launch) -> tuple[Any, ...]:
+    """What chooses a kernel's code and is no size."""
+    return tuple(sorted((name, x) for name, x in launch.kwargs.items() if isinstance(x, bool | str)))
+
+
 def report(name: str, dtype: torch.dtype, targets: list[str], which: str = "all") -> list[dict[str, Any]]:
-    """Compile what EXAMPLES[name] launches: all of it, or the first or last launch of each kernel. The last has an 8B
-    Llama's shapes."""
+    """Compile what EXAMPLES[name] launches: all of it, the first or last launch of each kernel, or the last of each of
+    its ways. The last has an 8B Llama's shapes."""
     with common.captured() as launches:
         EXAMPLES[name](modules.load(name), dtype)
     if which != "all":
-        ordered = launches if which == "last" else reversed(launches)
-        launches = list({launch.kernel.name: launch for launch in ordered}.values())
+        ordered = reversed(launches) if which == "first" else launches
+        key = flags if which == "ways" else lambda launch: ()
+        launches = list({(launch.kernel.name, key(launch)): launch for launch in ordered}.values())
     rows = []
     for launch in launches:
         for target in targets:

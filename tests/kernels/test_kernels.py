@@ -130,26 +130,35 @@ for target, wrapper, kind, Hq, Hkv, D, longest in json.loads(sys.argv[2]):
 print(json.dumps(rows))
 """
 DECODE, CHUNK = ("bfloat16", 32, 8, 128, 1), ("bfloat16", 32, 8, 128, 480)
-HOPPER = [("sm_90", "paged_decode", *DECODE), ("sm_90", "gqa_decode", *DECODE), ("sm_90", "unified_attention", *DECODE),
-          ("sm_90", "unified_attention", *CHUNK),
-          ("sm_90", "unified_attention", "float32", 32, 1, 128, 20), ("sm_90", "flash_attention", *CHUNK),
+HOPPER = [("sm_90", "gqa_decode", *DECODE), ("sm_90", "unified_attention", *CHUNK),
           ("sm_90", "flash_attention_window", "bfloat16", 9, 3, 64, 480)]  # fmt: skip
-ELSEWHERE = [
-    *((target, wrapper, *shape) for target in ("sm_80", "sm_90", "sm_100")
-      for wrapper in ("paged_decode", "gqa_decode", "unified_attention")
-      for shape in (("bfloat16", 9, 3, 64, 1), ("float16", 32, 32, 128, 1), ("bfloat16", 16, 8, 256, 1))),
-    *((target, "unified_attention", *shape) for target in ("sm_80", "sm_90", "sm_100")
-      for shape in (("bfloat16", 9, 3, 64, 480), ("bfloat16", 32, 8, 64, 480), CHUNK, ("float32", 9, 3, 64, 480))),
+MORE_OF_HOPPER = [("sm_90", "paged_decode", *DECODE), ("sm_90", "unified_attention", *DECODE),
+                  ("sm_90", "unified_attention", "float32", 32, 1, 128, 20),
+                  ("sm_90", "flash_attention", *CHUNK)]  # fmt: skip
+EVERYWHERE_BUT_AMD = ("sm_80", "sm_90", "sm_100")
+LARGEST = [
+    *((target, wrapper, "bfloat16", 16, 8, 256, 1) for target in EVERYWHERE_BUT_AMD
+      for wrapper in ("paged_decode", "gqa_decode", "unified_attention")),
+    *((target, "unified_attention", *CHUNK) for target in EVERYWHERE_BUT_AMD),
     ("sm_90", "unified_attention", "bfloat16", 16, 8, 256, 480),
+    *(("sm_90", wrapper, "bfloat16", 32, 8, 256, 480) for wrapper in ("flash_attention", "flash_attention_window")),
+    *((target, "unified_attention", "float32", 64, 1, 128, 20) for target in SHARED),
+]  # fmt: skip
+ELSEWHERE = [
+    *((target, wrapper, *shape) for target in EVERYWHERE_BUT_AMD
+      for wrapper in ("paged_decode", "gqa_decode", "unified_attention")
+      for shape in (("bfloat16", 9, 3, 64, 1), ("float16", 32, 32, 128, 1))),
+    *((target, "unified_attention", *shape) for target in EVERYWHERE_BUT_AMD
+      for shape in (("bfloat16", 9, 3, 64, 480), ("bfloat16", 32, 8, 64, 480), ("float32", 9, 3, 64, 480))),
     *(("sm_90", wrapper, "bfloat16", 32, 8, D, 480) for wrapper in ("flash_attention", "flash_attention_window")
-      for D in (64, 80, 128, 256)),
+      for D in (64, 80, 128)),
     *((target, "unified_attention", "float32", *shape, 20) for target in SHARED
-      for shape in ((32, 1, 128), (64, 1, 128), (64, 1, 64), (128, 1, 64))),
+      for shape in ((32, 1, 128), (64, 1, 64), (128, 1, 64))),
 ]  # fmt: skip
 
 
 def nvidia_job(cases: list) -> scripts.Job:
-    return ("nvidia", len(cases)), [sys.executable, "-c", ON_NVIDIA, common.ROOT / "tests", json.dumps(cases)]
+    return ("nvidia", json.dumps(cases)), [sys.executable, "-c", ON_NVIDIA, common.ROOT / "tests", json.dumps(cases)]
 
 
 def compiled_on_nvidia(cases: list) -> list[dict]:
@@ -162,10 +171,11 @@ def compiled_on_nvidia(cases: list) -> list[dict]:
 
 
 @needs.triton
-def test_keys_are_fetched_ahead_on_hopper():
+@pytest.mark.parametrize("cases", and_slowly([HOPPER], [(MORE_OF_HOPPER,)]))
+def test_keys_are_fetched_ahead_on_hopper(cases):
     """Two buffers or more for K and for V, and no wait in the loop for what was asked for last. A decode's tiles are so
     large that one buffer each does more: of three programs on an SM, two wait for theirs."""
-    for case, row in zip(HOPPER, compiled_on_nvidia(HOPPER)):
+    for case, row in zip(cases, compiled_on_nvidia(cases)):
         if case[-1] == 1:
             assert row["buffers"] == [1, 1] and 3 * (row["shared"] + 1024) <= 228 * 1024, (case, row)
         elif case[2] == "bfloat16" and not case[1].startswith("flash"):
@@ -173,9 +183,9 @@ def test_keys_are_fetched_ahead_on_hopper():
 
 
 @needs.triton
-@pytest.mark.slow
-def test_tiles_of_nvidia_everywhere():
-    for case, row in zip(ELSEWHERE, compiled_on_nvidia(ELSEWHERE)):
+@pytest.mark.parametrize("cases", and_slowly([], [(LARGEST,)], [(ELSEWHERE,)]))
+def test_tiles_of_nvidia_everywhere(cases):
+    for case, row in zip(cases, compiled_on_nvidia(cases)):
         if case[5] == 256 and case[-1] == 1:
             assert min(row["buffers"]) >= 2 and min(row["waits"]) > 0, (case, row)
 

@@ -6,6 +6,7 @@ import common
 
 import argparse
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -20,10 +21,11 @@ from engine.model import folders, loader
 from lab import cli, figures
 from lab.make_model import make_model
 from support import modules, scripts
+from support.cases import named
 from support.documents import LESSONS, TIMED, TOLD
 from support.processes import together
 from support.scripts import YARDSTICK_SECONDS, Done, execute, get, output_of, run, script_job, within
-from support.tiers import ALONE, and_slowly
+from support.tiers import ALONE
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
 HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`
@@ -250,11 +252,6 @@ def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, 
 # --- Without Triton -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_without_triton_the_first_lesson_runs():
-    without_triton(LESSONS[0].stem, "--new-tokens", "4")
-
-
 @pytest.fixture(scope="module")
 def bare_model(another_model, tmp_path_factory):
     """The small one, and its tokenizer has no chat template."""
@@ -267,20 +264,55 @@ def bare_arguments(lesson, folder):
     return () if lesson in SHIPPED else ("--model", folder, "--seed", "3", *SIZES.get(lesson, ()))
 
 
-@pytest.mark.parametrize(
-    "lesson", [pytest.param(p.stem, marks=pytest.mark.slow if p != LESSONS[0] else []) for p in LESSONS]
-)
-def test_without_triton_every_lesson_runs(lesson, bare_model):
+def test_without_triton_the_first_lesson_runs(bare_model):
     """Nor with a chat template, which models that only complete texts lack."""
-    without_triton(lesson, *bare_arguments(lesson, bare_model))
+    lesson = LESSONS[0].stem
+    told_without_triton(lesson, run(lesson, *bare_arguments(lesson, bare_model), prelude=HIDE_TRITON))
 
 
-def without_triton(lesson, *arguments):
-    done = run(lesson, *arguments, prelude=HIDE_TRITON)
+@pytest.mark.slow
+def test_without_triton_every_lesson_runs(bare_model):
+    wanted = {path.stem: bare_arguments(path.stem, bare_model) for path in LESSONS}
+    for lesson, done in one_after_another(wanted, HIDE_TRITON):
+        with named(lesson):
+            told_without_triton(lesson, done)
+
+
+def told_without_triton(lesson, done):
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     assert "no Triton wheel" in done.stdout.splitlines()[0] and "✓" in done.stdout
     if "@common.kernel" in modules.paths()[lesson].read_text():
         assert "SKIPPED" in done.stdout, "kernels that cannot run are reported"
+
+
+IN_ONE_PROCESS = f"""
+import contextlib, io, json, runpy, traceback
+sys.path.insert(0, {str(common.HERE)!r})
+for lesson, *sys.argv[:] in json.loads(sys.argv[1]):
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    print(json.dumps([lesson, code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def one_after_another(wanted, prelude="import sys"):
+    """The stories of several lessons, told in one process: most of a small story's time is the import of torch."""
+    words = [[lesson, *script_job(lesson, *arguments)[1][1:]] for lesson, arguments in wanted.items()]
+    words = [[lesson, modules.paths()[lesson], *rest[rest.index("--figure") :]] for lesson, *rest in words]
+    code = f"{prelude}\n{IN_ONE_PROCESS}"
+    done = execute([sys.executable, "-c", code, json.dumps(words, default=str)], scripts.ONE_CORE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert [lesson for lesson, *_ in told] == [*wanted]
+    for lesson, code, out, err in told:
+        yield lesson, Done(code, out, err, 0.0, 0.0, {}, {})
 
 
 LOADS = f"""{HIDE_TRITON}
@@ -338,8 +370,8 @@ SIZES = {"05b_quantization": ["--layer", "1"], "05c_tensor_parallel": ["--tensor
 SHIPPED = {"07b_trained_drafters": "made for another target", "12_multi_lora": "adapters/pirate"}  # for SmolLM2 only
 
 
-def another_job(lesson, folder):
-    return script_job(lesson, "--model", folder, "--seed", "3", *SIZES.get(lesson, ()))
+def another_arguments(lesson, folder):
+    return "--model", folder, "--seed", "3", *SIZES.get(lesson, ())
 
 
 # Whose stories launch no kernel do with Triton what they do without it, above, on a model of the same sizes.
@@ -347,9 +379,18 @@ LAUNCH = [p.stem for p in LESSONS if re.search(r"@common\.kernel|use_kernels", p
 OTHERS = [path.stem for path in LESSONS if path.stem not in LAUNCH]
 
 
-@pytest.mark.parametrize("lesson", and_slowly([], [(stem,) for stem in LAUNCH], [(stem,) for stem in OTHERS]))
-def test_another_model(lesson, another_model):
-    done = get(another_job(lesson, another_model))
+@pytest.mark.slow
+def test_another_model(another_model):
+    wanted = {lesson: another_arguments(lesson, another_model) for lesson in LAUNCH}
+    for lesson, done in one_after_another(wanted):
+        with named(lesson):
+            assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lesson", OTHERS)
+def test_another_model_with_triton(lesson, another_model):
+    done = run(lesson, *another_arguments(lesson, another_model))
     if lesson in SHIPPED:
         assert done.returncode == 2 and SHIPPED[lesson] in done.stderr and len(done.stderr.splitlines()) == 1
     else:
