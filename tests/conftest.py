@@ -58,6 +58,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.numprocesses, option.dist, option.loadscopereorder = "auto", "loadscope", False
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of two parameters the one for later decides: what is `long` is not `slow`."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -15,8 +15,8 @@ from engine.model.config import LlamaConfig
 
 LAYERS = 4
 
-# In the fast tier the first layers, in the slow one all thirty.
-CUT_OR_WHOLE = [pytest.param(LAYERS, id="cut"), pytest.param(None, marks=pytest.mark.slow, id="whole")]
+# In the fast tier the first layers, on demand all thirty: the slow tier has these in stories, clients and servers.
+CUT_OR_WHOLE = [pytest.param(LAYERS, id="cut"), pytest.param(None, marks=pytest.mark.long, id="whole")]
 
 
 def folder_of(layers: int | None, scratch: Path) -> Path:

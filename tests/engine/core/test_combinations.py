@@ -63,7 +63,6 @@ from engine.spec_decode.drafters import Draft, Drafter, SpeculativeConfig, make_
 from engine.worker.assemble import make_runner
 from lab import naive
 from support.broken import break_class
-from support.tiers import and_slowly
 
 # --- A model, and what a request gets alone ---------------------------------------------------------------------------
 
@@ -806,10 +805,10 @@ TestAlone.settings = TestStore.settings = settings(max_examples=18, stateful_ste
 TestFromElsewhere.settings = TestAhead.settings = TestAlone.settings
 
 
-@pytest.mark.parametrize("examples", and_slowly([], [(30,)], [(100,)]))
+@pytest.mark.long
 @pytest.mark.parametrize("machine", MACHINES)
-def test_for_longer(machine, examples):
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
+def test_for_longer(machine):
+    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50))
 
 
 # --- It can fail ------------------------------------------------------------------------------------------------------
@@ -854,8 +853,12 @@ BREAK = {  # a machine that notices, whose text, what stands there, and what sta
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", BREAK)
+SELDOM = "drafts exceed the budget", "an adapter in use may go", "a window forgets that drafts may be taken back"
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.long if what in SELDOM else pytest.mark.slow) for what in BREAK]
+)
 def test_the_machine_notices(what, monkeypatch):
     machine, owner, old, new = BREAK[what]
     break_class(monkeypatch, owner, old, new)

@@ -31,7 +31,6 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import make_scheduler
 from engine.output import ModelRunnerOutput
 from engine.request import Request, RequestStatus, SamplingParams
-from support.tiers import and_slowly
 
 continuous_batching = registry.lesson("04_continuous_batching")
 chunked_prefill = registry.lesson("10_chunked_prefill")
@@ -330,10 +329,8 @@ TestLesson04.settings = TestLesson10.settings = settings(max_examples=20, statef
 TestLesson11.settings = settings(max_examples=30, stateful_step_count=50)
 
 
-@pytest.mark.parametrize(
-    ("lesson", "examples", "steps"),
-    and_slowly([], [(4, 120, 40), (10, 120, 40), (11, 200, 80)], [(4, 400, 40), (10, 400, 40), (11, 1500, 80)]),
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("lesson", "examples", "steps"), [(4, 400, 40), (10, 400, 40), (11, 1500, 80)])
 def test_for_longer(lesson, examples, steps):
     often = settings(max_examples=examples, stateful_step_count=steps)
     run_state_machine_as_test(machine(lesson), settings=often)

@@ -73,7 +73,8 @@ LIMITS = {  # arguments of an engine in which 32 requests of 5 to 75 tokens shar
 
 
 @pytest.mark.parametrize("limits", [
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "chunked", "drafted")), "preempted",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("whole", "chunked")),
+    pytest.param("drafted", marks=pytest.mark.slow), "preempted",
 ])  # fmt: skip
 def test_32_at_once_are_transformers_tokens(family, limits, monkeypatch):
     """Twice, and the second time prompts are found in the cache. Who is preempted computes all of its tokens again."""

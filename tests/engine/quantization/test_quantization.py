@@ -255,9 +255,11 @@ SIZES = [(1, 1, 64), (16, 129, 64), (17, 33, 576), (33, 64, 320)]  # M, N, K
 
 
 def in_every_dtype(cases, fast):
-    """Pairs (format, K) in each dtype: those in `fast` ("fp8-bf16", …) run always, the others in the slow tier."""
+    """Pairs (format, K) in each dtype: those in `fast` ("fp8-bf16", …) run always, the others in the slow tier; half
+    precision, which loses what bf16 loses and no more, on demand."""
+    later = {short: pytest.mark.long if short == "fp16" else pytest.mark.slow for short in DTYPES}
     params = [pytest.param(name, K, dtype, id=f"{name}-{K}-{short}",
-                           marks=[] if f"{name}-{short}" in fast else pytest.mark.slow)
+                           marks=[] if f"{name}-{short}" in fast else later[short])
               for name, K in cases for short, dtype in DTYPES.items()]  # fmt: skip
     return pytest.mark.parametrize(("name", "K", "dtype"), params)
 
