@@ -47,7 +47,7 @@ def run(folder: Path, end: str, plugin: str = "") -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGFPE"])
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGFPE", marks=pytest.mark.slow)])
 def test_a_process_that_dies_fails_the_run_by_the_name_of_its_test(tmp_path, name):
     """Within the minute that `run` waits, although what the test has forked would live on."""
     status, output = run(tmp_path, f"os.kill(os.getpid(), signal.{name})")

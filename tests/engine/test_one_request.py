@@ -89,7 +89,7 @@ PLACES = [("here", None), ("here", "ngram"), ("ahead", None), ("ahead", "ngram")
 
 @pytest.mark.parametrize(
     ("where", "method", "limits"),
-    [pytest.param(*place, limits, marks=pytest.mark.slow if i > 3 and limits != "roomy" else ())
+    [pytest.param(*place, limits, marks=pytest.mark.slow if i and limits != "roomy" else ())
      for i, place in enumerate(PLACES) for limits in LIMITS],
 )  # fmt: skip
 def test_a_request_without_logits_ends_alone(here, monkeypatch, where, method, limits):

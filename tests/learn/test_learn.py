@@ -155,7 +155,7 @@ def test_a_kernel_that_is_not_launched_is_refused(book):
     ("text", "why"),
     [
         ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
-        ("return missing", "NameError"),
+        pytest.param("return missing", "NameError", marks=pytest.mark.slow),
         ("import sys; sys.exit(0)", ""),
         pytest.param("while True: pass", "a loop without an end", marks=pytest.mark.slow),
     ],

@@ -659,7 +659,8 @@ def test_restart_positions_is_caught(loaded, monkeypatch, tmp_path):
         (["--prompt", "a " * 9000], "--prompt: .* allowed"),
     ],
 )
-def test_bad_values_name_the_flag(loaded, flags, message, tmp_path):
+def test_bad_values_name_the_flag(loaded, monkeypatch, flags, message, tmp_path):
+    monkeypatch.setattr(lesson, "check_kernel", lambda: None)
     with pytest.raises(common.InputError, match=message):
         lesson.main([*flags, "--figure", str(tmp_path)])
 

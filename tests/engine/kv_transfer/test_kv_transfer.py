@@ -422,7 +422,7 @@ def test_close_waits_for_the_thread_that_gives_back(monkeypatch):
         assert not list(links.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
-@pytest.mark.parametrize("kind", ["SharedMemoryLink", "DistributedLink"])
+@pytest.mark.parametrize("kind", [pytest.param("SharedMemoryLink", marks=pytest.mark.slow), "DistributedLink"])
 def test_python_ends_while_payloads_are_on_their_way(kind):
     """It would abort on a thread that returns from torch when there is no Python any more to return to."""
     hello = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}

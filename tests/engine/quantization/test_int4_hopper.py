@@ -287,6 +287,7 @@ print(json.dumps(found))
 
 
 @needs.triton
+@pytest.mark.slow
 def test_the_loop_decodes_and_multiplies_and_does_little_else():
     """sm_90: no spill, four or five programs to an SM, nothing but 16-byte loads from shared memory, none from global
     memory, no exchange between threads; and as many instructions as the lesson says."""

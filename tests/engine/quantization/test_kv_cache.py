@@ -242,6 +242,7 @@ def compiled(cases):
 
 
 @needs.triton
+@pytest.mark.slow
 def test_hopper_decodes_e4m3_itself_and_loads_ahead():
     fp8, int8, _ = compiled(HOPPER)
     assert fp8["e4m3"] >= 2 * 128 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"

@@ -53,7 +53,7 @@ async def alone(llm):
 
 
 @in_this_process
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_who_is_inside_ends_and_who_comes_waits(factory, folder, place, level):
     async def story():
         logger = metrics.PrometheusStatLogger("tiny")
@@ -100,7 +100,7 @@ def test_who_is_inside_may_finish_first(factory, folder, place):
 
 
 @in_this_process
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_is_inside_may_go_on_afterwards(factory, folder, place, level):
     """Its keys and values are computed again."""
 

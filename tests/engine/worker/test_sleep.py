@@ -14,6 +14,7 @@ from engine.request import SamplingParams
 from engine.worker.cuda_graphs import CapturedModel, Tape
 from engine.worker.sleep import Sleeper, objects_in, parts_of
 from support.sleepers import sleeping_engine
+from support.tiers import and_slowly
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -29,12 +30,14 @@ def answers(engine):
     return [output.outputs[0].token_ids for output in LLM.from_engine(engine).generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("named", [
-    {}, {"kv_cache_dtype": "int8_per_token_head"},
-    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-])  # fmt: skip
-def test_all_of_it_goes_and_comes_back(real_model, level, named):
+INT8 = {"kv_cache_dtype": "int8_per_token_head"}
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+
+@pytest.mark.parametrize(
+    ("named", "level"), and_slowly([({}, 1), (INT8, 2)], [({}, 2), (INT8, 1), (NGRAM, 1), (NGRAM, 2)])
+)
+def test_all_of_it_goes_and_comes_back(real_model, named, level):
     engine = sleeping_engine(real_model[1], **named)
     want, (awake, _) = answers(engine), bytes_of(engine)
     layers = [*engine.core.runner.cache.layers]
