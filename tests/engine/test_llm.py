@@ -282,6 +282,7 @@ sys.path.remove({str(common.HERE)!r})
 EXAMPLE_JOB = (("the offline example",), [sys.executable, "-c", LOCAL + EXAMPLE])
 
 
+@pytest.mark.slow
 def test_the_offline_example_runs_as_printed(real_model):
     """From the repository root, with nothing but the model's name resolved to the local folder."""
     done = scripts.get(EXAMPLE_JOB)

@@ -151,7 +151,7 @@ def test_what_does_not_go_with_latents_is_refused_by_name(real_model, what):
 
 def answers(model, tokenizer, **about):
     prompts = [[7, 8, 9, 7, 8, 9, 7, 8], [5] * 40, [3, 1, 4]]
-    llm = LLM(model, tokenizer=tokenizer, max_model_len=64, **about)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=64, kv_cache_gib=0.05, **about)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
@@ -188,7 +188,7 @@ def test_latents_and_their_weights_go_away_and_come_back(real_model):
         return latent_model(COMPRESSED, DEVICE, moe=EXPERTS)
 
     model, params = load(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    llm = LLM(model, tokenizer=real_model[1], max_model_len=64)
+    llm = LLM(model, tokenizer=real_model[1], max_model_len=64, kv_cache_gib=0.05)
     want = llm.generate([[3, 1, 4]], params)[0].outputs[0].token_ids
     sleeper = Sleeper(llm.llm_engine.core.runner, model, load)
     llm.llm_engine.core.scheduler.kv_cache_manager.reset_prefix_cache()

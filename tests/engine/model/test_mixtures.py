@@ -70,7 +70,7 @@ def test_32_at_once_are_transformers_tokens(family, limits, monkeypatch):
     _, folder, theirs = family
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 49152, (5 + i % 36,), generator=generator).tolist() for i in range(32)]
-    llm = LLM(str(folder), max_model_len=128, **LIMITS[limits])
+    llm = LLM(str(folder), max_model_len=128, kv_cache_gib=0.05, **LIMITS[limits])
     scheduler = llm.llm_engine.core.scheduler
     preempted, preempt = [], scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *who: (preempted.append(who), preempt(*who)))

@@ -101,7 +101,7 @@ def test_a_step_ahead_the_tokens_are_the_same(about, gpt_oss):
     answers = []
     limits = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "num_gpu_blocks_override": 40, "block_size": 4}
     for each in ({}, about):
-        llm = LLM(folder, max_model_len=96, **limits, **each)
+        llm = LLM(folder, max_model_len=96, kv_cache_gib=0.05, **limits, **each)
         assert isinstance(llm.llm_engine.core.scheduler.kv_cache_manager, HybridKVCacheManager)
         answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
         if llm.llm_engine.config.workers:

@@ -128,7 +128,7 @@ def test_of_latent_attention_what_is_folded_stays_floats(method):
     assert all(quantized.linear[f"layers.1.{name}"].weight is None for name in names)
     assert quantized.mla[1].kv_b is model.mla[1].kv_b and isinstance(quantized.moe[1].experts, QuantizedExperts)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    llm = LLM(quantized, tokenizer=Tokenizer(folders.model_folder()), max_model_len=64)
+    llm = LLM(quantized, tokenizer=Tokenizer(folders.model_folder()), max_model_len=64, kv_cache_gib=0.05)
     found = llm.generate([{"prompt_token_ids": [5, 9, 2]}], params)[0].outputs[0].token_ids
     assert found == naive.generate(quantized, [5, 9, 2], 5)
 

@@ -1010,7 +1010,7 @@ def test_the_engine_runs_a_quantized_folder(layout, bits, real_model, tmp_path):
     write_checkpoint(tmp_path, layout, bits=bits)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folders.model_folder() / name, tmp_path)
-    engine = make_llm_engine(str(tmp_path), max_model_len=64)
+    engine = make_llm_engine(str(tmp_path), max_model_len=64, kv_cache_gib=0.05)
     assert any(isinstance(layer, linear.QuantizedLinear) for layer in engine.model.linear.values())
     params = SamplingParams(temperature=0, max_tokens=4)
     engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, params)
