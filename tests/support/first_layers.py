@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import common
+
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.model import folders, llama
 from engine.model.config import LlamaConfig
@@ -30,4 +32,14 @@ def folder_of(layers: int | None, scratch: Path) -> Path:
     with safe_open(whole / "model.safetensors", "pt") as weights:
         names = llama.tensor_shapes(LlamaConfig.from_folder(cut)).keys() & set(weights.keys())
         save_file({name: weights.get_tensor(name) for name in names}, cut / "model.safetensors")
+    return cut
+
+
+def adapter_of(name: str, scratch: Path) -> Path:
+    """A shipped adapter's part for the first layers."""
+    whole, cut = common.HERE / "adapters" / name, scratch / name
+    shutil.copytree(whole, cut)
+    weights = load_file(whole / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if int(name.split(".")[4]) < LAYERS}
+    save_file(kept, cut / "adapter_model.safetensors")
     return cut

@@ -6,7 +6,6 @@ import common
 
 import dataclasses
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from engine.config import VllmConfig
 from engine.engine_args import EngineArgs
-from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
 from engine.lora import lora_model
 from engine.lora.config import LoRAConfig
@@ -25,16 +23,19 @@ from engine.parallel.worker import Worker
 from engine.parallel.workers import Workers
 from engine.request import SamplingParams
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
-from support import adapters
+from support import adapters, servers
 from support.adapters import as_merged, ask
+from support.process_tree import descendants, wait_until_gone
 from support.rank_threads import WorkerThreads
-from support.servers import TEXTS, server
+from support.servers import ask_all, server
 from support.small_cores import OUTPUTS
 from support.small_requests import request_of
+from support.tiers import and_slowly
 from support.tokenizing import Words, of_characters
 from support.worker_engines import LIMITS, engine_on
 
 whole, loras = adapters.whole, adapters.loras
+answers, folder, shipped = servers.answers, servers.folder, servers.shipped
 
 
 @pytest.fixture
@@ -55,9 +56,8 @@ def on_threads(monkeypatch):
         executor.shutdown()
 
 
-@pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 5, 1), (2, 2, 2), *(
-    pytest.param(*each, marks=pytest.mark.slow)
-    for each in [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
+@pytest.mark.parametrize(("tp", "pp", "max_loras"), and_slowly(
+    [(2, 2, 2)], [(1, 5, 1), (8, 1, 3)], [(1, 1, 1), (2, 1, 1), (4, 1, 2), (1, 2, 2)]))  # fmt: skip
 def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras):
     """Eight ranks share four KV heads; with fewer places than adapters, places change hands between two steps."""
     engine = on_threads(tp, pp, max_loras)
@@ -170,31 +170,18 @@ def test_the_flags_go_together():
     assert dataclasses.replace(args, quantization="int8").world_size == 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [["-tp", "3"], ["-pp", "2", "-dp", "2"]], ids=" ".join)
-def test_served_adapters_on_workers(real_model, layout):
+@pytest.mark.parametrize("layout", and_slowly([], [(["-pp", "2", "-dp", "2"],)], [(["-tp", "3"],)]), ids=" ".join)
+def test_served_adapters_on_workers(folder, shipped, answers, layout):
     """The shipped adapters, one place in turn, one of them loaded by a client: texts of one process."""
     import httpx
 
-    folder, names = common.HERE / "adapters", ("pirate", "json", None)
-    options = {"enable_lora": True, "max_loras": 2, "max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 0.1}
-    engine = make_llm_engine(*real_model, **options)
-    params, truths = SamplingParams(temperature=0, max_tokens=12), {}
-    for name in filter(None, names):
-        engine.lora.add_adapter(name, folder / name)
-    for name in names:
-        for i, text in enumerate(TEXTS):
-            engine.add_request(f"{name} {i}", text, params, lora_name=name)
-    while engine.has_unfinished_requests():
-        truths |= {output.request_id: output.outputs[0].text for output in engine.step()}
-    flags = [*layout, "--enable-lora", "--lora-modules", f"pirate={folder / 'pirate'}"]
-    with server(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (client, process, _, url):
-        about = {"lora_name": "json", "lora_path": str(folder / "json")}
+    asked = sorted(answers, key=lambda question: question[1])  # all of them about each text
+    flags = [*layout, "--enable-lora", "--lora-modules", f"pirate={shipped['pirate']}"]
+    with server(folder, *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (client, process, _, url):
+        about = {"lora_name": "json", "lora_path": str(shipped["json"])}
         assert httpx.post(f"{url}/v1/load_lora_adapter", json=about).status_code == 200
-        asked = [(name, i) for i in range(len(TEXTS)) for name in names]
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda q: client.completions.create(
-                model=q[0] or "smol", prompt=TEXTS[q[1]], temperature=0, max_tokens=12), asked))  # fmt: skip
-        assert [x.choices[0].text for x in found] == [truths[f"{name} {i}"] for name, i in asked]
+        assert ask_all(client, asked) == [answers[each] for each in asked]
+        children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+    wait_until_gone(children)

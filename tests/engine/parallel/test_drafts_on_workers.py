@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 
 from engine.config import VllmConfig
 from engine.engine_args import EngineArgs
-from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
 from engine.model.config import LlamaConfig
 from engine.output import ModelRunnerOutput, SchedulerOutput
@@ -31,7 +29,7 @@ from engine.request import Request, SamplingParams
 from engine.serving.wire import frame, loads
 from engine.spec_decode import drafters
 from lab import cli
-from support import adapters, drafting
+from support import adapters, drafting, servers
 from support.close import Close
 from support.drafting import (
     GREEDY,
@@ -50,18 +48,19 @@ from support.drafting import (
 from support.jobs import ruled
 from support.mailboxes import mailbox
 from support.process_tree import descendants, wait_until_gone
-from support.servers import TEXTS, server
+from support.servers import ASKED, ask_all, server
 from support.serving_loops import IDLE, proc_on
 from support.small_cores import SIZES, scheduler_of, small_model
 from support.tiers import and_slowly
 
 whole, loras = adapters.whole, adapters.loras
+answers, folder, shipped = servers.answers, servers.folder, servers.shipped
 guess, on_threads, small_models = drafting.guess, drafting.on_threads, drafting.small_models
 page = cli.numbers("07_spec_decode")
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp"), and_slowly([(1, 5), (2, 2)], [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 3), (2, 3), (4, 2)])
+    ("tp", "pp"), and_slowly([(1, 5), (2, 2)], [(8, 1), (2, 3)], [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (4, 2)])
 )
 def test_every_layout_writes_what_plain_decoding_writes(on_threads, guess, tp, pp):
     """Greedy, sampled with seeds, penalties, log probabilities in one batch. Some drafts stand, some fall."""
@@ -78,7 +77,7 @@ def test_every_layout_writes_what_plain_decoding_writes(on_threads, guess, tp, p
 
 
 @pytest.mark.parametrize("setting", ["chunks", "cramped", "priority"])
-@pytest.mark.parametrize(("tp", "pp"), and_slowly([(1, 3)], [(2, 1), (2, 2)]))
+@pytest.mark.parametrize(("tp", "pp"), and_slowly([(1, 3)], [(2, 2)], [(2, 1)]))
 def test_cut_preempted_and_evicted_it_is_the_same(on_threads, guess, tp, pp, setting):
     guess(0.8)
     limits = {"chunks": {"max_num_batched_tokens": 7}, "cramped": {"num_gpu_blocks_override": 18},
@@ -99,13 +98,14 @@ def test_cut_preempted_and_evicted_it_is_the_same(on_threads, guess, tp, pp, set
     check_nothing_is_kept(engine)
 
 
-FAST = [("ngram", 1, 2), ("suffix", 2, 1), ("lookahead", 2, 1), ("draft_model", 2, 1), ("eagle", 1, 2),
+FAST = [("suffix", 2, 1), ("lookahead", 2, 1), ("draft_model", 2, 1), ("eagle", 1, 2),
         ("medusa", 2, 2), ("early_exit", 2, 1)]  # fmt: skip
-SLOW = [(method, tp, pp) for method in METHODS for tp, pp in [(2, 1), (8, 1), (1, 2), (2, 2)]
-        if (method, tp, pp) not in FAST and not (method == "early_exit" and pp > 1)]  # fmt: skip
+SLOW = [("ngram", 1, 2), ("lookahead", 1, 2), ("draft_model", 8, 1), ("eagle", 2, 2)]
+LONG = [(method, tp, pp) for method in METHODS for tp, pp in [(2, 1), (8, 1), (1, 2), (2, 2)]
+        if (method, tp, pp) not in FAST + SLOW and not (method == "early_exit" and pp > 1)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "tp", "pp"), and_slowly(FAST, SLOW))
+@pytest.mark.parametrize(("method", "tp", "pp"), and_slowly(FAST, SLOW, LONG))
 def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, method, tp, pp):
     """A wrong guess changes no token, so the guesses themselves are compared, those drawn from a q included; in front
     of an embedding and an output matrix that no rank has as a whole."""
@@ -136,7 +136,7 @@ def test_what_is_ruled_out_is_so_on_workers(on_threads, method, ahead):
 
 
 @pytest.mark.parametrize(
-    ("method", "tp", "pp"), and_slowly([("eagle", 1, 3)], [("eagle", 2, 2), ("draft_model", 2, 2), ("medusa", 2, 1)])
+    ("method", "tp", "pp"), and_slowly([("eagle", 1, 3)], [("draft_model", 2, 2)], [("eagle", 2, 2), ("medusa", 2, 1)])
 )
 def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, method, tp, pp):
     """What it kept of them is stale: it guesses as if nothing had happened, where it guesses after the same tokens."""
@@ -289,7 +289,7 @@ def test_workers_hear_of_drafts_and_of_nothing_more(late):
 # --- With adapters ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tp", "pp"), and_slowly([(2, 2)], [(2, 1), (1, 3)]))
+@pytest.mark.parametrize(("tp", "pp"), and_slowly([(2, 2)], [], [(2, 1), (1, 3)]))
 def test_with_adapters_too(on_threads, whole, loras, tp, pp):
     """Two places for three adapters; every request is drafted for in every step."""
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
@@ -349,8 +349,7 @@ def test_a_worker_refuses_a_cache_that_cannot_take_drafts_back():
 # --- The real model, and processes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 1)])
+@pytest.mark.parametrize(("tp", "pp"), and_slowly([], [(1, 2)], [(3, 1)]))
 def test_the_shipped_drafter_on_the_real_model(on_threads, real_model, tp, pp):
     """EAGLE reads what the target thinks, which is known at the end of the last stage; it guesses as it does alone."""
     model, tokenizer = real_model
@@ -367,35 +366,20 @@ def test_the_shipped_drafter_on_the_real_model(on_threads, real_model, tp, pp):
     assert found[0][2] == found[1][2] and len(found[0][2]) > 10
 
 
-PIRATE = f"pirate={common.HERE / 'adapters' / 'pirate'}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "flags"), [
-    ("eagle", ["-tp", "3"]), ("draft_model", ["-pp", "2", "-dp", "2"]), ("early_exit", ["-tp", "3"]),
-    ("suffix", ["-tp", "3", "-pp", "2", "--enable-lora", "--lora-modules", PIRATE]),
-    ("medusa", ["-dp", "2", "--distributed-executor-backend", "uni"]),
-], ids=str)  # fmt: skip
-def test_served(real_model, method, flags):
+@pytest.mark.parametrize(("method", "flags"), and_slowly(
+    [], [("eagle", ["-tp", "3", "-pp", "2", "--enable-lora"]),
+         ("medusa", ["-dp", "2", "--distributed-executor-backend", "uni"])],
+    [("eagle", ["-tp", "3"]), ("draft_model", ["-pp", "2", "-dp", "2"]), ("early_exit", ["-tp", "3"]),
+     ("suffix", ["-tp", "3", "-pp", "2", "--enable-lora"])],
+), ids=str)  # fmt: skip
+def test_served(folder, shipped, answers, method, flags):
     """The texts and log probabilities of one process without drafts, for eight clients at once."""
-    engine = make_llm_engine(*real_model, enable_lora=True, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1)
-    name = "pirate" if "--enable-lora" in flags else None
-    if name:
-        engine.lora.add_adapter(name, common.HERE / "adapters" / name)
-    params, want = SamplingParams(temperature=0, max_tokens=12, logprobs=1), {}
-    for i, text in enumerate(TEXTS):
-        engine.add_request(str(i), text, params, lora_name=name)
-    while engine.has_unfinished_requests():
-        want |= {output.request_id: output.outputs[0] for output in engine.step()}
+    loras = [f"{name}={path}" for name, path in shipped.items()] if "--enable-lora" in flags else []
+    asked = [*answers] if loras else ASKED
+    flags = [*flags, *(["--lora-modules", *loras] if loras else [])]
     about = json.dumps({"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1})
-    with server(*flags, "--speculative-config", about) as (client, process, _, _):
-        fields = {"model": name or "smol", "temperature": 0, "max_tokens": 12, "logprobs": 1}
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda text: client.completions.create(prompt=text, **fields), TEXTS * 2))
-        for i, answer in enumerate(answers):
-            choice, right = answer.choices[0], want[str(i % len(TEXTS))]
-            assert choice.text == right.text
-            assert sum(choice.logprobs.token_logprobs) == pytest.approx(right.cumulative_logprob, abs=1e-2)
+    with server(folder, *flags, "--speculative-config", about) as (client, process, _, _):
+        assert ask_all(client, asked * 2) == [answers[each] for each in asked] * 2
         children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -24,6 +24,7 @@ from engine.request import Request, SamplingParams
 from lab import layouts
 from support.rank_jobs import echo
 from support.small_cores import parallel_core, reference, serve
+from support.tiers import and_slowly
 
 
 class Context:
@@ -150,18 +151,20 @@ def test_who_waits_for_an_answer_of_the_dead_hears_why():
         executors.Future(executor, "held", range(3), False, 1).result()
 
 
-def test_processes_write_the_same_tokens_and_a_silent_one_is_named():
-    """TP 2 × PP 2 over gloo and shared memory. Then one falls silent."""
-    executor, parallel = executors.MultiprocExecutor(4), ParallelConfig(2, 2)
+@pytest.mark.parametrize("pp", and_slowly([1], [(2,)]))
+def test_processes_write_the_same_tokens_and_a_silent_one_is_named(pp):
+    """TP 2 × PP over gloo and shared memory. Then one falls silent."""
+    last, n = 2 * pp - 1, 2 * pp
+    executor, parallel = executors.MultiprocExecutor(n), ParallelConfig(2, pp)
     try:
         core = parallel_core(executor, parallel)
         assert serve(core) == reference()
         found = executor.collective_rpc(layouts.moe_on_rank)
         assert max(max(rank["errors"].values()) for rank in found) < 1e-5
-        with pytest.raises(executors.ExecutorFailed, match="no answer to sleep from worker 3 of 4 within 1 s"):
-            executor.collective_rpc("sleep", 600.0, 3, timeout=1)
+        with pytest.raises(executors.ExecutorFailed, match=f"no answer to sleep from worker {last} of {n} within 1 s"):
+            executor.collective_rpc("sleep", 600.0, last, timeout=1)
         assert gone(executor)
-        with pytest.raises(executors.ExecutorFailed, match="worker 3"):
+        with pytest.raises(executors.ExecutorFailed, match=f"worker {last}"):
             executor.collective_rpc("held")
     finally:
         executor.shutdown()

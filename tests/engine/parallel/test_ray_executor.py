@@ -5,22 +5,43 @@ from __future__ import annotations
 import common
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from support import servers
-from support.servers import ask_all, server
+from support.process_tree import descendants, wait_until_gone
+from support.servers import ASKED, ask_all, server
+from support.tiers import and_slowly
 
-texts = servers.texts
+answers, folder, shipped = servers.answers, servers.folder, servers.shipped
+pytest.importorskip("ray", reason="not installed: it is an extra")
 
 
-@pytest.mark.slow
-def test_ray(texts):
+@pytest.mark.parametrize("flags", and_slowly([], [(["-pp", "2"],)], [(["-tp", "3"],)]), ids=" ".join)
+def test_serve_with_ray(folder, answers, flags):
     """Workers as actors of a local Ray, in a placement group: the same tokens; a killed actor is a clear error."""
-    if __import__("importlib.util").util.find_spec("ray") is None:
-        pytest.skip("ray is not installed: it is an extra")
+    import openai
+
+    with server(folder, *flags, "--distributed-executor-backend", "ray") as (client, process, _, _):
+        assert ask_all(client, ASKED * 2) == [answers[asked] for asked in ASKED] * 2
+        everybody = descendants(process.pid)
+        actors = [pid for pid in everybody if "ray::RayWorker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(actors) == int(flags[1])
+        os.kill(actors[-1], signal.SIGKILL)
+        with pytest.raises(openai.InternalServerError, match="a worker died"):
+            ask_all(client)
+        assert process.wait(60) == 1
+    wait_until_gone(everybody)
+
+
+@pytest.mark.long
+def test_ray(folder, answers):
+    """The same in one process of ours, without a server."""
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, json
@@ -34,10 +55,10 @@ from engine.parallel.workers import make_executor
 lesson = registry.lesson("06c_scaling_out")
 parallel = ParallelConfig(1, 2, "ray")
 executor = make_executor(parallel)
-executor.collective_rpc("load_model", WorkerSpec(None, parallel))
-tokenizer = Tokenizer(folders.model_folder(None))
-engine = lesson.build_engine(None, parallel, tokenizer, executor)
-tokens = lesson.answer(engine, lesson.TEXTS)
+executor.collective_rpc("load_model", WorkerSpec({str(folder)!r}, parallel))
+tokenizer = Tokenizer(folders.model_folder({str(folder)!r}))
+engine = lesson.build_engine({str(folder)!r}, parallel, tokenizer, executor)
+tokens = lesson.answer(engine, lesson.TEXTS, 12)
 executor.ray.kill(executor.actors[1])
 try:
     executor.collective_rpc("held")
@@ -47,12 +68,4 @@ except ExecutorFailed as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     got, error = json.loads(done.stdout.splitlines()[-1])
-    assert got == texts and "died" in error
-
-
-@pytest.mark.slow
-def test_serve_with_ray(texts):
-    if __import__("importlib.util").util.find_spec("ray") is None:
-        pytest.skip("ray is not installed: it is an extra")
-    with server("-tp", "3", "--distributed-executor-backend", "ray") as (client, _, _, _):
-        assert ask_all(client) == texts * 2
+    assert got == [answers[asked][0] for asked in ASKED] and "died" in error

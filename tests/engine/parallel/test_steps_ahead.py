@@ -7,7 +7,6 @@ import common
 import functools
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ from engine.serving.pipeline_proc import ParallelEngineCoreProc
 from engine.worker import assemble
 from engine.worker.cuda_graphs import CapturedModel, Tape
 from lab import naive, replay
-from support import adapters, drafting, first_layers, small_cores
+from support import adapters, drafting, first_layers, servers, small_cores
 from support.close import Close
 from support.drafting import (
     GREEDY,
@@ -42,12 +41,13 @@ from support.drafting import (
     steps,
 )
 from support.process_tree import descendants, wait_until_gone
-from support.servers import TEXTS, server
+from support.servers import ASKED, ask_all, server
 from support.serving_loops import IDLE, proc_on
 from support.small_cores import PROMPTS, SIZES, plain_core
 from support.tiers import and_slowly
 
 whole, loras = adapters.whole, adapters.loras
+answers, folder, shipped = servers.answers, servers.folder, servers.shipped
 guess, on_threads, small_models = drafting.guess, drafting.on_threads, drafting.small_models
 AHEAD = ParallelConfig(async_scheduling=True)
 
@@ -84,7 +84,7 @@ def limits_of(*slow):
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in LIMITS]
 
 
-@pytest.mark.parametrize("limits", limits_of("roomy"))
+@pytest.mark.parametrize("limits", limits_of("roomy", "cramped"))
 def test_a_step_ahead_writes_what_is_written_in_step(here, monkeypatch, limits):
     """Greedy, sampled, with penalties and log probabilities; cut, preempted, ended by a stop token nobody foresaw."""
     engine, victims = here(**LIMITS[limits]), []
@@ -123,10 +123,11 @@ def test_with_drafts_that_nobody_has_made_yet(here, guess, monkeypatch, limits):
 
 
 FAST = [("suffix", 1), ("draft_model", 2), ("eagle", 1)]
-SLOW = [(method, tp) for method in METHODS for tp in (1, 2) if (method, tp) not in FAST]
+SLOW = [("ngram", 1), ("lookahead", 2), ("medusa", 2), ("early_exit", 1)]
+LONG = [(method, tp) for method in METHODS for tp in (1, 2) if (method, tp) not in FAST + SLOW]
 
 
-@pytest.mark.parametrize(("method", "tp"), and_slowly(FAST, SLOW))
+@pytest.mark.parametrize(("method", "tp"), and_slowly(FAST, SLOW, LONG))
 def test_every_drafter(on_threads, monkeypatch, method, tp):
     """Greedy answers are those without drafts; what is drawn follows the drafts, and these may come later here."""
     engine = on_threads(tp, 1, method, ahead=True, **ROOMY)
@@ -136,7 +137,7 @@ def test_every_drafter(on_threads, monkeypatch, method, tp):
     check_nothing_is_left(engine, monkeypatch)
 
 
-@pytest.mark.parametrize("method", [None, "lookahead"])
+@pytest.mark.parametrize("method", and_slowly(["lookahead"], [(None,)]))
 def test_with_adapters(here, whole, loras, method):
     """Two places for three adapters, or their base."""
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
@@ -247,7 +248,7 @@ def test_letters_of_the_serving_loop(here, method, limits):
     assert [t for letter in letters[sent:] for output in letter.outputs for t in output.new_token_ids] == alone
 
 
-@pytest.mark.parametrize("layout", ["ahead", "two stages"])
+@pytest.mark.parametrize("layout", and_slowly(["ahead"], [("two stages",)]))
 def test_letters_tell_of_every_preemption(here, on_threads, layout):
     """Also of those in a step that has room for nobody after them, while another one is on its way."""
     limits = {"block_size": 2, "max_model_len": 32, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 8,
@@ -295,7 +296,7 @@ def test_a_step_without_members_brings_no_scores_of_the_one_before(here):
     assert core.put_in_flight() is None and core.next_result()[1] == ModelRunnerOutput()
 
 
-@pytest.mark.parametrize("layout", ["ahead", "two stages"])
+@pytest.mark.parametrize("layout", and_slowly(["ahead"], [("two stages",)]))
 def test_blocks_with_open_keys_on_workers(here, on_threads, layout):
     """A worker has no pool to ask whose a block is that was given back half full: its own tables say so."""
     cache = {"kv_cache_dtype": "kivi_2bit", "num_gpu_blocks_override": 90, "enable_prefix_caching": False}
@@ -358,22 +359,15 @@ def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypa
     assert texts[0] == texts[1] and texts[0]["0"].isdigit() and texts[0]["1"] in ("yes", "no")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--distributed-executor-backend", "mp"], ["-tp", "3", "-dp", "2"],
-                                   ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 3}']],
-                         ids=str)  # fmt: skip
-def test_served(real_model, flags):
+@pytest.mark.parametrize("flags", and_slowly(
+    [], [(["--distributed-executor-backend", "mp"],),
+         (["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 3}'],)],
+    [([],), (["-tp", "3", "-dp", "2"],)],
+), ids=str)  # fmt: skip
+def test_served(folder, answers, flags):
     """Eight clients read the texts of one process that plans in step, and a signal ends all processes."""
-    engine, want = make_llm_engine(*real_model, max_model_len=256, max_num_seqs=8, kv_cache_gib=0.1), {}
-    for i, text in enumerate(TEXTS):
-        engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=12))
-    while engine.has_unfinished_requests():
-        want |= {output.request_id: output.outputs[0].text for output in engine.step()}
-    with server("--async-scheduling", *flags) as (client, process, _, _):
-        with ThreadPoolExecutor(8) as pool:
-            ask = lambda text: client.completions.create(model="smol", prompt=text, temperature=0, max_tokens=12)  # noqa: E731
-            answers = list(pool.map(ask, TEXTS * 2))
-        assert [a.choices[0].text for a in answers] == [want[str(i)] for i in range(len(TEXTS))] * 2
+    with server(folder, "--async-scheduling", *flags) as (client, process, _, _):
+        assert ask_all(client, ASKED * 2) == [answers[asked] for asked in ASKED] * 2
         children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -16,10 +16,11 @@ from engine.parallel.workers import Workers
 from engine.request import Request, SamplingParams
 from support import servers
 from support.rank_threads import WorkerThreads
-from support.servers import TEXTS
+from support.servers import ASKED, PARAMS, TEXTS
 from support.small_cores import PROMPTS, parallel_core, plain_core, reference, serve
+from support.tiers import and_slowly
 
-texts = servers.texts
+answers, folder, shipped = servers.answers, servers.folder, servers.shipped
 
 
 @pytest.mark.parametrize(
@@ -85,18 +86,18 @@ def test_offline_workers_are_checked_and_not_left_behind(tiny_model):
         make_llm_engine(tensor_parallel_size=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}, {"distributed_executor_backend": "mp"},
-], ids=str)  # fmt: skip
-def test_the_offline_engine_on_workers(options, texts):
+@pytest.mark.parametrize("options", and_slowly(
+    [], [({"tensor_parallel_size": 3},)],
+    [({"pipeline_parallel_size": 2},), ({"distributed_executor_backend": "mp"},)],
+), ids=str)  # fmt: skip
+def test_the_offline_engine_on_workers(options, folder, answers):
     with pytest.raises(common.InputError, match="max_num_seqs"):
-        make_llm_engine(max_num_seqs=0, **options)
+        make_llm_engine(str(folder), max_num_seqs=0, **options)
     assert not multiprocessing.active_children(), "whoever cannot start leaves nobody behind"
 
-    llm = LLM(max_model_len=256, kv_cache_gib=0.1, **options)
-    found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
-    assert [output.outputs[0].text for output in found] == texts
+    llm = LLM(str(folder), max_model_len=256, kv_cache_gib=0.1, **options)
+    found = [output.outputs[0] for output in llm.generate(TEXTS, SamplingParams(**PARAMS))]
+    assert [(one.text, one.cumulative_logprob) for one in found] == [answers[asked] for asked in ASKED]
     del llm
     gc.collect()
     assert not multiprocessing.active_children(), "its workers end with it"

@@ -16,6 +16,7 @@ from engine.model.tokenizer import Tokenizer
 from lab.make_model import make_model
 from lab.running_server import running_server
 from support.process_tree import descendants, wait_until_gone
+from support.tiers import and_slowly
 
 TEXTS = ["The capital of France is", "1 2 3 4 5", "def f(x):", "Once upon a time"] * 8
 SIZES = {"qwen3_moe": {}, "deepseek_v3": {}, "gpt_oss": {"window": 7}, "mistral": {"window": 9}}
@@ -40,13 +41,11 @@ def model(request, tmp_path_factory):
     return folder, answers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "flags"), [
-    ("qwen3_moe", []), ("qwen3_moe", EXPERT_PARALLEL), ("qwen3_moe", SHARED), ("gpt_oss", []),
-    ("gpt_oss", EXPERT_PARALLEL), ("mistral", []), ("deepseek_v3", []), ("deepseek_v3", EXPERT_PARALLEL),
-    pytest.param("qwen3_moe", SHARED_IN_PARTS, marks=pytest.mark.long),
-    pytest.param("deepseek_v3", SHARED, marks=pytest.mark.long),
-], indirect=["model"], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
+@pytest.mark.parametrize(("model", "flags"), and_slowly(
+    [], [("qwen3_moe", SHARED), ("gpt_oss", EXPERT_PARALLEL), ("deepseek_v3", EXPERT_PARALLEL), ("mistral", [])],
+    [("qwen3_moe", []), ("qwen3_moe", EXPERT_PARALLEL), ("qwen3_moe", SHARED_IN_PARTS), ("gpt_oss", []),
+     ("deepseek_v3", []), ("deepseek_v3", SHARED)],
+), indirect=["model"], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
 def test_32_clients_at_once(model, flags):
     """With few blocks, so that some are preempted."""
     folder, answers = model

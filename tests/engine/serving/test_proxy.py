@@ -24,8 +24,10 @@ from engine.model import llama
 from engine.serving import proxy as proxy_module
 from engine.serving.proxy import Proxy, add_proxy_command, build_proxy
 from lab.running_server import running_server
+from support import first_layers
 from support.cases import named
 from support.ports import free_ports
+from support.tiers import and_slowly
 from support.transfers import PROMPT, SEED, WIRES, counts, drain, make_request, pair
 
 
@@ -460,34 +462,31 @@ def test_the_proxy_wants_addresses(monkeypatch, capsys):
     assert made == [(["http://p0"], ["http://d0", "https://d1"])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "engines", "wire"), [
-    (1, 1, 1, "TCPConnector"), (3, 1, 1, "SharedMemoryConnector"), (1, 3, 1, "TCPConnector"), (1, 1, 2, "TCPConnector"),
-])  # fmt: skip
-def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engines, wire):
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "engines", "wire"), and_slowly(
+    [], [(3, 1, 1, "SharedMemoryConnector"), (1, 1, 2, "TCPConnector")],
+    [(1, 1, 1, "TCPConnector"), (1, 3, 1, "TCPConnector")],
+))  # fmt: skip
+def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engines, wire, tmp_path):
     """The same answers as one server's, streamed and whole; also after the prefill server was killed."""
     import openai
 
     config = {"kv_connector": wire, "kv_port": free_ports(prefill_tp * engines), "kv_load_failure_policy": "recompute"}
-    small = ("--data-parallel-size", str(engines), "--kv-cache-gib", "0.2", "--max-model-len", "512",
-             "--kv-transfer-config")  # fmt: skip
+    folder = str(first_layers.folder_of(first_layers.LAYERS, tmp_path))
+    small = ("--model", folder, "--served-model-name", "smol", "--data-parallel-size", str(engines),
+             "--kv-cache-gib", "0.05", "--max-model-len", "512", "--kv-transfer-config")  # fmt: skip
     flags = [(*small, json.dumps(config | {"kv_role": role}), "--block-size", size, "--tensor-parallel-size", str(tp))
              for role, size, tp in (("kv_producer", "16", prefill_tp), ("kv_consumer", "32", decode_tp))]  # fmt: skip
     messages = [{"role": "user", "content": "Name three animals that live in the sea, and say why you chose them."}]
-    want = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "max_tokens": 24}
+    want = {"model": "smol", "messages": messages, "temperature": 0, "max_tokens": 24, "logprobs": True}
+
+    def scored(answer):
+        """Few layers write much the same, whatever they read; how probable it is tells what they have read."""
+        return [(token.token, token.logprob) for token in answer.choices[0].logprobs.content]
+
     with contextlib.ExitStack() as stack:
         (first, process), (second, _) = [stack.enter_context(running_server(*each)) for each in flags]
-        command = [
-            sys.executable,
-            common.HERE / "__main__.py",
-            "proxy",
-            "--port",
-            "0",
-            "--prefill",
-            first,
-            "--decode",
-            second,
-        ]
+        told = ["--port", "0", "--prefill", first, "--decode", second]
+        command = [sys.executable, common.HERE / "__main__.py", "proxy", *told]
         proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         stack.callback(lambda: (proxy.terminate(), proxy.wait(20), proxy.stdout.close()))
         front = openai.OpenAI(base_url=proxy.stdout.readline().split()[-1] + "/v1", api_key="-", max_retries=0)
@@ -498,13 +497,15 @@ def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engine
         assert answer.usage.prompt_tokens_details.cached_tokens == n - 1, "all but the last position came over the wire"
         expected = alone.chat.completions.create(**want, extra_body={"cache_salt": "nothing shared"})
         assert expected.usage.prompt_tokens_details.cached_tokens == 0
-        assert answer.choices[0].message.content == expected.choices[0].message.content
+        said = expected.choices[0].message.content
+        scores = [(token, pytest.approx(score, abs=1e-3)) for token, score in scored(expected)]
+        assert answer.choices[0].message.content == said and scored(answer) == scores
         pieces = [chunk.choices[0].delta.content or "" for chunk in front.chat.completions.create(**want, stream=True)]
-        assert "".join(pieces) == expected.choices[0].message.content and len(pieces) > 10
+        assert "".join(pieces) == said and len(pieces) > 10
         with pytest.raises(openai.BadRequestError, match="temperature"):
             front.chat.completions.create(**want | {"temperature": 9})
 
         process.kill()
         process.wait()
         again = front.chat.completions.create(**want, extra_body={"cache_salt": "once more"})
-        assert again.choices[0].message.content == expected.choices[0].message.content
+        assert again.choices[0].message.content == said and scored(again) == scores
