@@ -7,6 +7,7 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import functools
 import itertools
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ WIDGET_CHOICES = {
 }  # fmt: skip
 
 
+@functools.lru_cache(1 << 15)
+def step_us(model: str, gpu: str, batch: int, new: int, context: int) -> int:
+    """Microseconds of a step that computes the last `new` positions of `context`."""
+    return int(1e6 * HARDWARE[GPUS[gpu]].seconds(*step_cost(MODELS[model], batch, new, context)))
+
+
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Two runs of `batch` equal requests on one clock: with a cache, until memory is full, and without one.
 
@@ -89,14 +96,15 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
                     break
                 held.append(cache.seq_lens[0] * per_position)
             run["forwards"].append(batch * (stop - start))
-            run["us"].append(int(1e6 * gpu.seconds(*step_cost(config, batch, stop - start, stop))))
+            run["us"].append(step_us(p["model"], p["gpu"], batch, stop - start, stop))
     took, without = sum(runs[True]["us"]), sum(runs[False]["us"])
+    ends = [list(itertools.accumulate(run["us"])) for run in runs.values()]
     clock, cache_bytes = [], []
     for tick in range(1, TICKS + 1):
         now = (max(took, without) if oom_step is None else took) * tick // TICKS
         row = [now]
-        for run in runs.values():
-            done = sum(end <= now for end in itertools.accumulate(run["us"]))
+        for run, at in zip(runs.values(), ends):
+            done = bisect_right(at, now)
             row += [done, sum(run["forwards"][:done])]
         clock.append(row)
         cache_bytes.append(held[row[1]])

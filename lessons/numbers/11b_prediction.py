@@ -53,8 +53,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     plan. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
-    seats, rest = p["max_num_seqs"], {name: value for name, value in p.items() if name != "rate"}
-    run, found = lesson.serve(**p), curve(**rest)
+    engine = seats, _, _ = p["max_num_seqs"], p["num_blocks"], p["seconds"]
+    found, run = curve(*engine), lesson.serve(p["rate"], *engine)  # one of the curve's
     planned = [step.scheduled for step in run.steps]
     strip = []
     for at in range(SLICE, p["seconds"] * 10**6 + 1, SLICE):

@@ -16,20 +16,26 @@ function same_number(a, b) {
   return Math.abs(a - b) <= 1e-12 * Math.abs(a);
 }
 
-/** The path of the first difference between two JSON values, or null. */
-function difference(python, javascript, path = "") {
+/** The path of the first difference between two JSON values, as a list of names, or null. */
+function difference(python, javascript) {
   if (same_number(python, javascript)) return null;
-  const objects = [python, javascript].every((value) => typeof value === "object" && value !== null);
-  if (!objects || Array.isArray(python) !== Array.isArray(javascript)) return path || "(the value itself)";
-  const names = Object.keys(python);
-  if (Array.isArray(python) && python.length !== javascript.length) return `${path}.length`;
-  for (const name of new Set([...names, ...Object.keys(javascript)])) {
-    const here = path ? `${path}.${name}` : name;
-    if (!Object.hasOwn(python, name) || !Object.hasOwn(javascript, name)) return here;
-    const found = difference(python[name], javascript[name], here);
-    if (found) return found;
+  const objects = typeof python === "object" && typeof javascript === "object" && python !== null && javascript !== null;
+  if (!objects || Array.isArray(python) !== Array.isArray(javascript)) return [];
+  if (Array.isArray(python)) {
+    if (python.length !== javascript.length) return ["length"];
+    for (let i = 0; i < python.length; i++) {
+      const found = difference(python[i], javascript[i]);
+      if (found) return [i, ...found];
+    }
+    return null;
   }
-  return null;
+  for (const name of Object.keys(python)) {
+    if (!Object.hasOwn(javascript, name)) return [name];
+    const found = difference(python[name], javascript[name]);
+    if (found) return [name, ...found];
+  }
+  const more = Object.keys(javascript).find((name) => !Object.hasOwn(python, name));
+  return more === undefined ? null : [more];
 }
 
 const at = (value, path) => path.split(".").reduce((inner, name) => inner?.[name], value);
@@ -70,7 +76,7 @@ async function compare(path, states) {
     const javascript = run(sim, structuredClone(params));
     result.seconds += (performance.now() - start) / 1000;
     result.states += 1;
-    const where = difference(python, javascript);
+    const where = difference(python, javascript)?.join(".");
     if (where) {
       result.differences += 1;
       result.first ??= { params, where, python: at(python, where) ?? null, javascript: at(javascript, where) ?? null };
