@@ -57,6 +57,7 @@ LONGEST = (
     "test_official_client.py",
     "test_widget_sims.py",
     "test_site.py",
+    "test_kernel_mutants.py",
 )
 
 
