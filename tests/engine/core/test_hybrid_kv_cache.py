@@ -156,6 +156,17 @@ def test_kinds_are_asked_again():
     assert (tables, tokens) == ([wide[:1], narrow[:1]], 4)
 
 
+def test_what_no_model_run_has_kept_is_not_hit():
+    """Every group takes its promises back, from the block of the first token on that was not computed."""
+    manager = part.HybridKVCacheManager(20, groups_of(0, 8), 64, True, 64)
+    request, again = request_of(range(18)), request_of([*range(18), 5], "again")
+    assert manager.allocate_slots(request, 18) is not None
+    assert manager.get_computed_blocks(again)[1] == 16
+    manager.evict_uncomputed(request, 10)
+    assert manager.get_computed_blocks(again)[1] == 8
+    manager.block_pool.check()
+
+
 def test_a_hit_is_whole_blocks_of_every_size():
     """Blocks of 4 and of 6 tokens: a hit is a multiple of 12, and a request has a hash for every 2 tokens."""
     groups = [

@@ -63,3 +63,21 @@ def test_blocks_that_were_evicted_come_back(memory, tiny_model, real_model):
     assert stats["bytes_in"] > 0 and [again.outputs[0].token_ids] == want
     (folder,) = memory.iterdir()
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 0.01 * 2**30
+
+
+def test_what_came_in_an_earlier_step_is_kept_when_its_request_leaves(memory, tiny_model, real_model):
+    """Whoever leaves in the step in which its blocks are asked for takes them out of the index; later they are there."""
+    about = {"tokenizer": real_model[1], "max_model_len": 64, "num_gpu_blocks_override": 5}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm = LLM(tiny_model, kv_offloading_size=0.01, **about)
+    for i in range(5, 8):
+        llm.generate([[i] * 48], params)
+    engine = llm.llm_engine
+    stats = engine.core.scheduler.connector.stats
+    engine.add_request("leaves", [5] * 48, params)
+    for _ in range(2):
+        engine.step()
+    assert (loaded := stats["bytes_in"]) > 0
+    engine.abort_request(["leaves"])
+    (again,) = llm.generate([[5] * 48], params)
+    assert again.num_cached_tokens == 32 and stats["bytes_in"] == loaded
