@@ -1,4 +1,7 @@
-"""Widgets tell the truth: each simulation in JavaScript agrees with its lesson's Python in every reachable state."""
+"""Widgets tell the truth: each simulation in JavaScript agrees with its lesson's Python in every reachable state.
+
+`-m slow` compares all states but those of the largest products, of which it has a dense sample; `-m long` has these.
+"""
 
 from __future__ import annotations
 
