@@ -464,7 +464,7 @@ LOOK_AROUND = """async ([layout, room]) => {
     for (const step of new Set(last ? [0, last, last >> 1] : [])) {
       slider.value = step;
       slider.dispatchEvent(new Event("input"));
-      seen.push([`${button.textContent}, step ${step}`, step ? layout() : [], room()]);
+      seen.push([`${button.textContent}, step ${step}`, layout(), room()]);
     }
   }
   return seen;

@@ -14,7 +14,7 @@ export function draw(trace, index, kit) {
 
   // The queue, its head on the left. Who is passed over keeps its place.
   const pitch = narrow ? 20 : 25, room = Math.floor(kit.width / pitch) - 2, shown = step.queue.slice(0, room), passed = step.passed_over.filter((i) => shown.includes(i));
-  label(11, step.passed_over.length ? `the queue: ${count(step.passed_over.length, "request")} passed over, their adapters have no slot` : `the queue: ${step.queue.length} waiting, first come, first served`, step.passed_over.length ? "red" : "soft");
+  label(11, step.passed_over.length ? `the queue: ${step.passed_over.length} passed over, their adapters have no slot` : `the queue: ${step.queue.length} waiting, first come, first served`, step.passed_over.length ? "red" : "soft");
   shown.forEach((i, place) => {
     const skipped = passed.includes(i);
     shapes.push(key(`request ${i}`, box(place * pitch, 18, pitch - 4, 22, name(of[i]), skipped ? "red" : color(of[i]), skipped ? `request ${i} is passed over: adapter ${name(of[i])} has no slot` : `request ${i} asks for adapter ${name(of[i])}`)));
