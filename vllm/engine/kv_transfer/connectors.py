@@ -18,4 +18,5 @@ CONNECTORS: dict[str, type[KVConnectorBase]] = {
 
 def make_connector(config: KVTransferConfig) -> KVConnectorBase:
     """The connector that a configuration names."""
-    return CONNECTORS[config.kv_connector or ""](config)
+    assert config.kv_connector, "a configuration without one is refused"
+    return CONNECTORS[config.kv_connector](config)
