@@ -403,6 +403,7 @@ def in_the_tree(tree: Path, tests: dict[str, float], slow: bool) -> int:
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` ignores, and with it a test that is hung up on
     for name, module in list(sys.modules.items()):  # ours, of another tree
         if (getattr(module, "__file__", None) or "").startswith(str(ROOT) + os.sep) and ".venv" not in module.__file__:
             del sys.modules[name]
