@@ -53,7 +53,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     plan. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
-    engine = seats, _, _ = p["max_num_seqs"], p["num_blocks"], p["seconds"]
+    seats = p["max_num_seqs"]
+    engine = seats, p["num_blocks"], p["seconds"]
     found, run = curve(*engine), lesson.serve(p["rate"], *engine)  # one of the curve's
     planned = [step.scheduled for step in run.steps]
     strip = []
