@@ -129,7 +129,7 @@ def packs_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow, id="fp16")  # the fast tier has bf16, the harder of the two
+HALF = pytest.param(torch.float16, marks=pytest.mark.long, id="fp16")  # the fast tier has bf16, the harder of the two
 
 
 @pytest.fixture(params=[pytest.param(torch.float32, id="fp32"), HALF, pytest.param(torch.bfloat16, id="bf16")])

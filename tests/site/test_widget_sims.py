@@ -39,8 +39,8 @@ SEEDED_TEXTS = 500
 SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "11b_prediction": 2, "12_multi_lora": 20,
           "06d_load_generator": 20, "06f_openai_api": 50, "04c_speed": 15}  # fmt: skip
 OTHERS = 60  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
-DENSE = {"04b_offline_engine": 1500, "05_optimizations": 1500, "06_serving": 150, "06d_load_generator": 200,
-         "08_disagg": 400, "12_multi_lora": 300}  # of the large products, in the slow tier  # fmt: skip
+DENSE = {"04b_offline_engine": 800, "05_optimizations": 800, "06_serving": 80, "06d_load_generator": 120,
+         "08_disagg": 200, "12_multi_lora": 150}  # of the large products, in the slow tier  # fmt: skip
 
 Params = dict[str, Any]
 

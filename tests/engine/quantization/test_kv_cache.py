@@ -847,7 +847,7 @@ def test_recorded_errors_are_what_the_code_gives(real_model):
     check_errors(model, tokenizer, ["int4_per_token_head"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recorded_table_is_what_the_code_gives(real_model):
     model, tokenizer = real_model
     check_errors(model, tokenizer, ["fp8", "fp8_e5m2", "int2_plain", "turboquant_2bit", "kivi_2bit"])

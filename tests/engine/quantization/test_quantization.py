@@ -1219,7 +1219,7 @@ def test_the_stored_table_is_whole_and_says_what_the_lesson_says(real_model):
     assert perplexity["int8 W8A8 per tensor SmoothQuant"] < perplexity["int8 W8A8 per tensor"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not STORED, reason="no stored table")
 def test_rows_of_the_table_regenerate(real_model):
     stored = recorded.results(page.KEY)

@@ -263,7 +263,7 @@ def test_real_masks_are_those_of_the_reference(vocabulary, pattern, written):
     assert {some[i] for i in expected} == (found & set(some)) - {2} and found - {2}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_masks_are_those_of_the_reference_for_every_token(vocabulary):
     for pattern in (lesson.SHOWN["ip"], "[一-鿿]{1,3}"):
         node = restrict(lesson.parse_regex(pattern), vocabulary.alphabet)
