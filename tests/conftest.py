@@ -92,9 +92,10 @@ def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
     for function in [*vars(request.module).values(), small_engine.load_once]:
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-    layers = [layer for model in loaded for layer in model.linear.values() if vars(layer).pop("packed", None)]
-    if layers:
-        gc.collect()  # who had them: engines whose parts know each other
+    for layer in (layer for model in loaded for layer in model.linear.values()):
+        vars(layer).pop("packed", None)
+    gc.collect()  # engines, whose parts know each other
+    gc.freeze()  # what is left stays: later collections need not look at it
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another libc
             ctypes.CDLL(None).malloc_trim(0)

@@ -634,7 +634,9 @@ def test_simulation_runs_the_real_code(breakage, monkeypatch):
     params = page.WIDGET_DEFAULT | {"batch": 64}
     before = page.simulate(params)
     monkeypatch.setattr(*breakage)
+    page.step_us.cache_clear()
     assert page.simulate(params) != before
+    page.step_us.cache_clear()
 
 
 # --- The script -----------------------------------------------------------------------------------------------------

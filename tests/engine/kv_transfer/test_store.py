@@ -66,7 +66,7 @@ def test_blocks_that_were_evicted_come_back(memory, tiny_model, real_model):
 
 
 def test_what_came_in_an_earlier_step_is_kept_when_its_request_leaves(memory, tiny_model, real_model):
-    """Whoever leaves in the step in which its blocks are asked for takes them out of the index; later they are there."""
+    """Who leaves in the step in which its blocks are asked for takes them out of the index; later they are there."""
     about = {"tokenizer": real_model[1], "max_model_len": 64, "num_gpu_blocks_override": 5}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm = LLM(tiny_model, kv_offloading_size=0.01, **about)
