@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = loader.load(args.model)
     show_text(tokenizer, args.decode_tokens)
     common.heading("3. The offline engine: what vLLM's documentation calls LLM")
-    llm = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=16)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=16, kv_cache_gib=0.4)
     show_engine(args, llm, tokenizer)
     common.heading("4. How probable is what is there already? Three endings of one sentence")
     show_scores(llm, model, tokenizer)
