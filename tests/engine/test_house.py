@@ -81,7 +81,7 @@ def test_the_house_is_in_order():
     assert check(common.ROOT, "ruff", "check", "vllm/engine")[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_type_is_named(tmp_path):
     """In the engine, and in a lesson, though it has kernels, which the type checker does not understand. It fetches its
     own program once, from the package registry."""

@@ -526,7 +526,7 @@ def test_what_a_step_does_not_hide_comes_on_top():
         assert [serial(T, 1, 0, 0) for T in (10, 50, 100)] == times
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recorded_parts_are_what_the_simulation_says():
     assert lesson.record("throughput") == lesson.RECORDED["throughput"]
     assert lesson.record("links") == lesson.RECORDED["links"]

@@ -615,7 +615,7 @@ def check_compiled(*cases):
 
 
 @needs.triton
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_tiles_fit():
     options = ({}, {"causal": False}, {"window": 1024})
     for target, capability in {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}.items():

@@ -141,7 +141,7 @@ def test_the_break_is_caught():
     assert done.stderr.startswith("05c_tensor_parallel.py: CHECK FAILED: logits") and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_benchmark_measures_what_it_says():
     done = run("05c_tensor_parallel", "--bench")
     assert done.returncode == 0, done.stderr[-2000:]

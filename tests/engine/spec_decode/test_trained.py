@@ -1069,7 +1069,7 @@ def test_what_was_trained_is_told_of_the_model_it_was_trained_for(tiny_model, mo
     assert f"text that {folders.DEFAULT_MODEL} wrote" in told and "target" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_train_command(tmp_path, capsys, monkeypatch):
     """The whole of it, short: text, three drafters, files that load."""
     monkeypatch.setattr(training, "PER_FILE", 12)
