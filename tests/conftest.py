@@ -92,8 +92,9 @@ def _memory(request: pytest.FixtureRequest) -> Iterator[None]:
     for function in [*vars(request.module).values(), small_engine.load_once]:
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-    for layer in (layer for model in loaded for layer in model.linear.values()):
-        vars(layer).pop("packed", None)
+    for model in loaded:
+        for layer in model.linear.values():
+            vars(layer).pop("packed", None)
     gc.collect()  # engines, whose parts know each other
     gc.freeze()  # what is left stays: later collections need not look at it
     if sys.platform == "linux":

@@ -55,7 +55,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     p = checked(params, WIDGET_CHOICES)
     seats = p["max_num_seqs"]
     engine = seats, p["num_blocks"], p["seconds"]
-    found, run = curve(*engine), lesson.serve(p["rate"], *engine)  # one of the curve's
+    found, run = curve(*engine), lesson.serve(p["rate"], *engine)  # the curve has made this run, too
     planned = [step.scheduled for step in run.steps]
     strip = []
     for at in range(SLICE, p["seconds"] * 10**6 + 1, SLICE):

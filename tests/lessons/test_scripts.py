@@ -304,8 +304,8 @@ for lesson, *sys.argv[:] in json.loads(sys.argv[1]):
 
 def one_after_another(wanted, prelude="import sys"):
     """The stories of several lessons, told in one process: most of a small story's time is the import of torch."""
-    words = [[lesson, *script_job(lesson, *arguments)[1][1:]] for lesson, arguments in wanted.items()]
-    words = [[lesson, modules.paths()[lesson], *rest[rest.index("--figure") :]] for lesson, *rest in words]
+    files = ["--figure", "FIGURES", "--json", "FILE.json"]
+    words = [[lesson, modules.paths()[lesson], *files, *arguments] for lesson, arguments in wanted.items()]
     code = f"{prelude}\n{IN_ONE_PROCESS}"
     done = execute([sys.executable, "-c", code, json.dumps(words, default=str)], scripts.ONE_CORE)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -76,8 +76,9 @@ async function compare(path, states) {
     const javascript = run(sim, structuredClone(params));
     result.seconds += (performance.now() - start) / 1000;
     result.states += 1;
-    const where = difference(python, javascript)?.join(".");
-    if (where) {
+    const found = difference(python, javascript);
+    if (found) {
+      const where = found.join(".");
       result.differences += 1;
       result.first ??= { params, where, python: at(python, where) ?? null, javascript: at(javascript, where) ?? null };
       if (how_far === "first") break;

@@ -102,7 +102,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_wrong_is_seen(change, monkeypatch):
-    monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.3)
+    monkeypatch.setattr(gluon_emulator, "PATIENCE", 1)
     slow, *texts = CHANGES[change]
     module = gluon_emulator.load(PATH, slow, tuple(texts))
     S = 0 if "neighbour" not in change else 40 if "values" in change else 300
