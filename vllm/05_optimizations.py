@@ -531,7 +531,7 @@ def show_loops(path: str | None, host_ms: float) -> None:
     common.table([f"{sum(STOPS)} tokens", "plans", "steps", "in vain", "model idle", "all done after"], rows)
     params, said = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
     for ahead in (False, True):
-        llm = LLM(path, async_scheduling=ahead, max_model_len=256, max_num_seqs=8, enforce_eager=True)
+        llm = LLM(path, async_scheduling=ahead, max_model_len=256, num_gpu_blocks_override=64, enforce_eager=True)
         said.append([each.outputs[0].token_ids for each in llm.generate(TURNS, params)])
     common.check_equal("the engine on the model, in step and one step ahead: the same tokens", said[1], said[0])
 

@@ -137,8 +137,7 @@ def test_every_head_is_read_from_one_rank_that_has_it(Hkv, producer, consumer):
 
 @pytest.mark.parametrize("how", lesson.WAYS)
 def test_the_naive_hand_over(how, tiny_model, expected):
-    with common.use_kernels() if how == "kernel" and common.HAS_TRITON else contextlib.nullcontext():
-        assert lesson.hand_over(tiny_model, PROMPT, TOKENS, how) == expected
+    assert lesson.hand_over(tiny_model, PROMPT, TOKENS, how) == expected
 
 
 def test_what_is_not_moved_is_missed(tiny_model, expected):
