@@ -37,7 +37,7 @@ def run(folder: Path, end: str, plugin: str = "") -> tuple[int, str]:
     for i in range(6):
         (folder / f"test_{i}.py").write_text(FILE + (LAST.format(end=end) if i == 5 else ""))
     (folder / "more.py").write_text(f"import os, processes\n{plugin}")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    (folder / "pytest.ini").write_text("[pytest]\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(processes.__file__).parent), str(folder)])}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder",
                "-p", "processes", "-p", "more", "-p", "no:cacheprovider"]  # fmt: skip
@@ -70,6 +70,30 @@ def test_a_full_disk_fails_its_test_and_no_other(tmp_path):
     status, output = run(tmp_path, "os.write(os.open('/dev/full', os.O_WRONLY), b'x')")
     assert status == 1 and "1 failed, 19 passed" in output
     assert re.search(r"FAILED test_5.py::test_ends - OSError: \[Errno 28\] No space left", output)
+
+
+TIMES = """
+import contextlib, pytest, time
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    alone = item.name == "test_passes[1]"  # in each file, so that both processes ask at once
+    with processes.alone() if alone else contextlib.nullcontext():
+        start = time.monotonic()
+        time.sleep(0.1)
+        with open("times", "a") as file:
+            print(alone, start, time.monotonic(), file=file)
+        return (yield)
+"""
+
+
+def test_who_looks_at_the_clock_is_alone(tmp_path):
+    status, output = run(tmp_path, "pass", TIMES)
+    assert status == 0 and "20 passed" in output
+    times = [(alone == "True", float(start), float(end))
+             for alone, start, end in map(str.split, (tmp_path / "times").read_text().splitlines())]  # fmt: skip
+    overlapping = [(a, b) for a in times for b in times if a[1] < b[1] < a[2]]
+    assert overlapping and not any(alone for pair in overlapping for alone, *_ in pair)
 
 
 @pytest.mark.slow  # the fast ones die in a test

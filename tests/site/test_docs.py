@@ -20,9 +20,8 @@ from engine.serving.proxy import add_proxy_command
 from lab import cli, figures, make_model, predict_command, replay
 from lab.bench import add_bench_commands
 from support import documents
-from support.documents import LESSONS, PAGES, TIMED, TOLD
+from support.documents import LESSONS, PAGES, TOLD
 from support.scripts import output_of
-from support.tiers import ALONE
 
 sys.path.insert(0, str(common.ROOT / "lessons"))
 import graph
@@ -71,7 +70,7 @@ def test_excerpts_are_literal(page):
 def marks_of(page):
     """As in test_scripts.py, whose run of the story this reads."""
     script = documents.script_of(page)
-    return [] if script in TOLD else ALONE if script.stem in TIMED else pytest.mark.slow
+    return [] if script in TOLD else pytest.mark.slow
 
 
 @pytest.mark.parametrize("page", [

@@ -31,10 +31,6 @@ from learn import steps, tickets
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
 SCRIPTS = sorted([*common.HERE.glob("[01]*.py"), *common.HERE.glob("tours/[01]*.py")], key=lambda path: path.stem)
 LESSONS = [path for path in SCRIPTS if "\ndef main(" in path.read_text()]
-# Whose stories take some 15 s of one processor or more, and are timed alone, in the slow tier. What takes at most 20 of
-# one takes no longer on two. Lesson 06's waits for a server of its own, which another test's processes hold up.
-TIMED = ("04c_speed", "05_optimizations", "06_serving", "07_spec_decode", "07b_trained_drafters", "08_disagg",
-         "12_multi_lora")  # fmt: skip
 # Whose stories the fast tier tells: the first, and one about a kernel. The slow tier tells the others.
 TOLD = [path for path in LESSONS if re.match(r"0[13]_", path.stem)]
 PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "lessons").glob("*.md"))]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -14,9 +15,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
+
+if sys.platform != "win32":
+    import fcntl  # there, one process runs all tests
 
 LIMIT = 600  # seconds that a test may take, fixtures included, before its process is ended; a slow one three times that
 
@@ -38,8 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def together(nodeid: str) -> str:
     """What the tests that one process has to run have in common: they are of a file, for these share what is expensive;
-    or they look at the processes of one lesson, where a file starts some of each lesson. Its story is apart: some are
-    told in the end, alone.
+    or they look at the processes of one lesson, where a file starts some of each lesson. Its story is apart.
     """
     file, _, test = nodeid.partition("::")
     lesson = re.search(r"\[(\w+)", test)
@@ -62,29 +65,49 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest come first, so that no process has to wait for another in the end; those that look at the clock come
-    last, when the others have nothing to do."""
-    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, item.path.name not in LONGEST))
+    """The longest come first, so that no process has to wait for another in the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that looks at the clock waits until the other processes have ended theirs, and they wait for it."""
+    """Every test is in the room; one that looks at the clock may ask to be `alone` there."""
+    global room
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    import fcntl
-
-    here = Path(__file__)
-    with open(here) as door, open(here.with_name("__init__.py")) as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # nobody overtakes who waits for the room
-        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
+    with open(Path(__file__).with_name("__init__.py")) as room:
+        enter(exclusive=False)
         signal.alarm(3 * LIMIT if item.get_closest_marker("slow") else LIMIT)
         try:
             return (yield)
         finally:
             signal.alarm(0)
             fcntl.flock(room, fcntl.LOCK_UN)  # processes that it has forked have the file open
+            room = None
+
+
+room: TextIO | None = None  # the running test's, a lock that they share
+
+
+def enter(exclusive: bool) -> None:
+    with open(__file__) as door:
+        fcntl.flock(door, fcntl.LOCK_EX)  # nobody overtakes who waits for the room
+        fcntl.flock(room, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """For what looks at the clock: the other processes end their tests first, and begin no other meanwhile."""
+    if room is None:
+        yield
+        return
+    fcntl.flock(room, fcntl.LOCK_UN)  # before the door: of two who want to be alone, each would wait for the other
+    enter(exclusive=True)
+    try:
+        yield
+    finally:
+        fcntl.flock(room, fcntl.LOCK_UN)
+        enter(exclusive=False)
 
 
 # --- Processes that die ---------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-ALONE = [pytest.mark.slow, pytest.mark.alone]
-
 
 def and_slowly(fast, slow, long=()):
     """Some, in the slow tier those as well, and on demand more of their kind."""
