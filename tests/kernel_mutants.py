@@ -373,7 +373,7 @@ def run(mutant: Mutant, costs: dict[pytest.Item, float], kills: Counter, others:
         install(mutant)
         for i, item in enumerate(order):
             tell(i)
-            signal.alarm(int(20 + 5 * costs.get(item, 10)))  # whose default is to end the process
+            signal.alarm(int(5 + 10 * costs.get(item, 5)))  # whose default is to end the process
             if not passes(order, i):
                 return 1
         return 0

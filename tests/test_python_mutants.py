@@ -264,7 +264,7 @@ def test_what_lives_is_told_and_so_is_what_dies_though_it_is_listed(tmp_path):
     assert re.search(r"^fails .* tests/test_pool.py::test_another_process$", told, flags=re.M)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_some_mutants_of_the_engine_are_killed():
     places = ["engine/core/block_pool.py", "engine/core/queues.py", "--sample", "6"]
     looking = ["--tests", "tests/engine/core/test_conformance.py"]

@@ -525,7 +525,7 @@ def test_training_text_has_nothing_of_the_held_out():
     assert healing.without_overlap(train, held_out, run=10).tolist() == train[[0, 2]].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
     """The command itself, 8 windows long on any machine: the curve falls by more than half and is stored beside what
     was there."""

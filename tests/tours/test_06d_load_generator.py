@@ -118,7 +118,7 @@ def test_states_of_the_widget():
         check_state(params)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_state_of_the_widget():
     for params in states:
         check_state(params)

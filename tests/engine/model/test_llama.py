@@ -25,6 +25,7 @@ from engine.model.config import ABSENT, FAMILIES, NEUTRAL, NEUTRAL_IN, LlamaConf
 from engine.model.tokenizer import Tokenizer
 from support import scripts
 from support.close import assert_close
+from support.tiers import and_slowly
 
 PROMPTS = [
     "The capital of France is",
@@ -59,7 +60,7 @@ def transformers_model():
 # --- The real model against Transformers ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", and_slowly([4], [(24,)], [(64,)]))
 def test_greedy_tokens_equal_transformers(real_model, transformers_model, n):
     model, tokenizer = real_model
     theirs, their_tokenizer = transformers_model

@@ -42,9 +42,9 @@ def model(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("model", "flags"), and_slowly(
-    [], [("qwen3_moe", SHARED), ("gpt_oss", EXPERT_PARALLEL), ("deepseek_v3", EXPERT_PARALLEL), ("mistral", [])],
+    [], [("qwen3_moe", SHARED), ("deepseek_v3", EXPERT_PARALLEL), ("mistral", [])],
     [("qwen3_moe", []), ("qwen3_moe", EXPERT_PARALLEL), ("qwen3_moe", SHARED_IN_PARTS), ("gpt_oss", []),
-     ("deepseek_v3", []), ("deepseek_v3", SHARED)],
+     ("gpt_oss", EXPERT_PARALLEL), ("deepseek_v3", []), ("deepseek_v3", SHARED)],
 ), indirect=["model"], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
 def test_32_clients_at_once(model, flags):
     """With few blocks, so that some are preempted."""

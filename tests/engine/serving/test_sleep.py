@@ -19,6 +19,7 @@ from engine.serving.start import make_engine
 from support.async_engines import idle, in_this_process, read, running
 from support.process_tree import descendants
 from support.sleepers import sleeping_engine
+from support.tiers import and_slowly
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -178,10 +179,9 @@ def resident(pids):
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * 4096 / 2**20
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is measured in /proc")
-@pytest.mark.parametrize(("named", "least"), [({}, 1000), ({"tensor_parallel_size": 3}, 1000)])
-def test_the_memory_is_given_back(named, least):
+@pytest.mark.parametrize("named", and_slowly([], [({},)], [({"tensor_parallel_size": 3},)]))
+def test_the_memory_is_given_back(named):
     """The real model in fp32 has 513 MiB of weights, and as they are packed nearly as much again."""
     args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.2, enable_sleep_mode=True, **named)
 
@@ -195,7 +195,7 @@ def test_the_memory_is_given_back(named, least):
                 awake = resident(pids)
                 await llm.sleep(level)
                 asleep = resident(pids)
-                assert awake - asleep > least, (awake, asleep)
+                assert awake - asleep > 1000, (awake, asleep)
                 assert await llm.wake_up() and await alone(llm) == want
             await idle(llm)
         finally:

@@ -993,29 +993,31 @@ def test_rows_where_the_plan_has_them(tiny_model, answered, monkeypatch):
         drafts_ahead.compare_loops(tiny_model, prompts, 13, 3, lambda config, model: Prophet(whole, 1))
 
 
+@pytest.fixture(scope="module")
+def plain_answers(real_model):
+    """To two prompts of each task."""
+    return lesson.serve(*real_model, lesson.held_out(2), 48, None).token_ids
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", lesson.NAMES)
-def test_on_the_real_model_answers_are_plain_ones(method, real_model):
+def test_on_the_real_model_answers_are_plain_ones(method, real_model, plain_answers):
     model, tokenizer = real_model
-    prompts = lesson.held_out(2)
-    plain = lesson.serve(model, tokenizer, prompts, 48, None)
-    run = lesson.serve(model, tokenizer, prompts, 48, lambda: trained.make_drafter(method, model, 3))
-    assert run.token_ids == plain.token_ids
+    run = lesson.serve(model, tokenizer, lesson.held_out(2), 48, lambda: trained.make_drafter(method, model, 3))
+    assert run.token_ids == plain_answers
     assert run.tokens_per_step > (1.0 if method == "early_exit" else 1.2)
 
 
 @pytest.mark.slow
-def test_medusas_tree_on_the_real_model(real_model):
+def test_medusas_tree_on_the_real_model(real_model, plain_answers):
     model, tokenizer = real_model
     network = trained.load_network(trained.WEIGHTS / "medusa.safetensors", model)
-    prompts = lesson.held_out(1)
-    plain = lesson.serve(model, tokenizer, prompts, 48, None)
+    ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in lesson.held_out(1)]
     passes = {}
     for size in (3, 15):
         shape = trees.plan_tree(page.facts()["ranks"], size)
-        ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
         runs = [lesson.generate_with_tree(model, network, shape, prompt, 48) for prompt in ids]
-        assert [run.token_ids for run in runs] == plain.token_ids
+        assert [run.token_ids for run in runs] == plain_answers[::2]  # to one prompt of each task
         passes[size] = sum(run.passes for run in runs)
     assert passes[15] <= passes[3]
 
@@ -1035,7 +1037,7 @@ def test_a_question_needs_no_chat_template(real_model):
         assert "tokenizer.chat(" not in inspect.getsource(part), "it would refuse such a model"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_story_without_a_chat_template(real_model, tmp_path):
     """Those of the others: test_scripts, with a model that the shipped drafters cannot serve."""
     folder = tmp_path / "model"
