@@ -165,9 +165,11 @@ def test_fit_then_predict_with_its_rates(tmp_path, capsys):
     assert (tmp_path / "prediction_fit.svg").exists()
     fitted = json.loads((tmp_path / "found.json").read_text())["predict fit"]
     assert all(abs(off) < 0.03 for rules in fitted["errors"].values() for off in rules.values())
-    ask(f"{EXAMPLE} --rates {tmp_path / 'found.json'} --cold-start --against {EXAMPLE}", tmp_path)
+    found = ask(f"{EXAMPLE} --rates {tmp_path / 'found.json'} --cold-start --against {EXAMPLE}", tmp_path)
     percents = re.findall(r"([-+][\d.]+)%", capsys.readouterr().out)
     assert len(percents) == 12 and all(abs(float(off)) < 3 for off in percents)
+    told = [off for rules in found["predict"]["errors"].values() for off in rules.values()]
+    assert sorted(f"{off:+.1%}" for off in told) == sorted(f"{percent}%" for percent in percents)
 
 
 def test_all_requests_are_predicted_from_the_times_of_the_first(tmp_path, capsys):

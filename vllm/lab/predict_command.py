@@ -127,7 +127,7 @@ def predict_command(argv: list[str]) -> None:
         answer["band"] = say_what_nobody_knows(args, log, served, fit, answer)
         observed = None
         if args.against:
-            observed = against(args.against, predictions)
+            observed, answer["errors"] = against(args.against, predictions)
         if args.figure:
             draw(args.figure, "prediction", predictions, served.setup, observed)
     if args.json:
@@ -240,16 +240,16 @@ def _columns(found: Mapping[str, Any], slo: Any) -> list[str]:
     return [*row, f"{found['request_goodput']:.2f}"] if slo else row
 
 
-def against(path: str, predictions: Sequence[Prediction]) -> Observed:
-    """Print how far each percentile is off from what was seen. Raises InputError."""
+def against(path: str, predictions: Sequence[Prediction]) -> tuple[Observed, dict[str, dict[str, float]]]:
+    """What was seen, and how far each percentile is off, which is printed, too. Raises InputError."""
     log = read_log(path)
     outcomes = predictions[0].outcomes
     if len(log.rows) != len(outcomes):
         raise common.InputError(f"--against {path}: has {len(log.rows)} requests, and {len(outcomes)} are predicted")
     observed = log.observed(len(log.rows))
-    predicted = of_outcomes(outcomes, [outcome.queued for outcome in outcomes])
-    print_errors(predicted, seen(observed, outcomes), others_on(log))
-    return observed
+    predicted, real = of_outcomes(outcomes, [outcome.queued for outcome in outcomes]), seen(observed, outcomes)
+    print_errors(predicted, real, others_on(log))
+    return observed, errors(predicted, real)
 
 
 def seen(observed: Observed, outcomes: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import common
 
+import dataclasses
 import functools
 import json
 import os
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from engine.model import folders, gguf_files, llama, loader
 from engine.model.chat_template import read_chat_template
 from engine.model.config import ABSENT, FAMILIES, NEUTRAL, NEUTRAL_IN, LlamaConfig, _eos_of_tokenizer
+from engine.model.rope import rope_frequencies
 from engine.model.tokenizer import Tokenizer
 from support import scripts
 from support.close import assert_close
@@ -445,6 +447,16 @@ def test_rope_is_what_a_config_says_in_any_place(tmp_path, name):
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0} | ROPE[name]))
     compare_with_transformers(tmp_path, transformers_of(tmp_path), length=200)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_factor_of_more_bits_than_an_integer_of_torch(tiny_model, kind):
+    """Transformers does not take it as it is in a file, without a point."""
+    theta = lambda factor: rope_frequencies(dataclasses.replace(  # noqa: E731
+        tiny_model.config, rope_scaling={"type": kind, "factor": factor}))[0]  # fmt: skip
+    assert torch.equal(theta(2**70), theta(2.0**70)) and not torch.equal(theta(2**70), theta(2**60))
+    with pytest.raises(common.InputError, match="a positive number in the field 'factor'"):
+        theta(10**400)
 
 
 @pytest.mark.parametrize(("rope", "context"), [

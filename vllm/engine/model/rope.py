@@ -9,6 +9,7 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
@@ -53,6 +54,7 @@ def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
         scaling["factor"] = config.max_position_embeddings / scaling[context]
     if wrong := [f for f in (*needed[kind], *given) if not is_positive(scaling.get(f))]:
         raise common.InputError(f"rope_scaling of type {kind} needs a positive number in the field {wrong[0]!r}")
+    scaling |= {f: float(scaling[f]) for f in (*needed[kind], *given)}  # torch takes no integer of more than 64 bits
     if kind == "linear":
         return theta / scaling["factor"], 1.0
     if kind == "llama3":
@@ -105,8 +107,8 @@ def _yarn(theta: torch.Tensor, base: float, context: int, scaling: dict[str, Any
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    """A number above 0, and not an infinite one."""
-    return type(value) in (int, float) and 0 < value < math.inf
+    """A number above 0, and one that a float can be."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def rope_factors(angles: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
