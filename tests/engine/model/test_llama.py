@@ -829,7 +829,7 @@ def test_unwritable_cache(tmp_path, monkeypatch):
         folders.model_folder()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_preparation_twice_at_once(tmp_path):
     """Two processes convert the packaged file into the same empty cache; both then load the same, whole folder."""
     code = f"""

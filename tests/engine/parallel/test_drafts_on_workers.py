@@ -367,10 +367,10 @@ def test_the_shipped_drafter_on_the_real_model(on_threads, real_model, tp, pp):
 
 
 @pytest.mark.parametrize(("method", "flags"), and_slowly(
-    [], [("eagle", ["-tp", "3", "-pp", "2", "--enable-lora"]),
+    [], [("eagle", ["-tp", "3", "--enable-lora"]),
          ("medusa", ["-dp", "2", "--distributed-executor-backend", "uni"])],
-    [("eagle", ["-tp", "3"]), ("draft_model", ["-pp", "2", "-dp", "2"]), ("early_exit", ["-tp", "3"]),
-     ("suffix", ["-tp", "3", "-pp", "2", "--enable-lora"])],
+    [("eagle", ["-tp", "3", "-pp", "2", "--enable-lora"]), ("draft_model", ["-pp", "2", "-dp", "2"]),
+     ("early_exit", ["-tp", "3"]), ("suffix", ["-tp", "3", "-pp", "2", "--enable-lora"])],
 ), ids=str)  # fmt: skip
 def test_served(folder, shipped, answers, method, flags):
     """The texts and log probabilities of one process without drafts, for eight clients at once."""

@@ -463,8 +463,8 @@ def test_the_proxy_wants_addresses(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "engines", "wire"), and_slowly(
-    [], [(3, 1, 1, "SharedMemoryConnector")],
-    [(1, 1, 2, "TCPConnector"), (1, 1, 1, "TCPConnector"), (1, 3, 1, "TCPConnector")],
+    [], [(1, 1, 1, "TCPConnector")],
+    [(3, 1, 1, "SharedMemoryConnector"), (1, 1, 2, "TCPConnector"), (1, 3, 1, "TCPConnector")],
 ))  # fmt: skip
 def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engines, wire, tmp_path):
     """The same answers as one server's, streamed and whole; also after the prefill server was killed."""
