@@ -136,7 +136,6 @@ def test_the_caches_size_is_counted_in_latents(real_model):
 
 REFUSED = {
     "kv_cache_dtype 'fp8'": {"kv_cache_dtype": "fp8"},
-    "attention_backend 'paged'": {"attention_backend": "paged"},
     "enable_lora": {"enable_lora": True},
     "speculative_config: method 'eagle'": {"speculative_config": {"method": "eagle"}},
     "speculative_config: method 'draft_model'": {"speculative_config": {"method": "draft_model"}},

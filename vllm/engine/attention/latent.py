@@ -27,7 +27,6 @@ def check_latents(config: VllmConfig) -> None:
     drafts = config.speculative_config
     for name, used in (
         ("kv_cache_dtype", config.kv_cache_dtype != "auto" and config.kv_cache_dtype),
-        ("attention_backend", config.attention_backend != "unified" and config.attention_backend),
         ("enable_lora", config.lora_config is not None),
         ("speculative_config: method", drafts and drafts.method in ("draft_model", "eagle") and drafts.method),
     ):
