@@ -177,7 +177,8 @@ def notes(files: Sequence[str] = ()) -> dict[str, Ran]:
             for old in CACHE.glob(f"{place(file).name.rpartition('-')[0]}-*.json"):
                 old.unlink()
         print(f"{len(missing)} test files run once, to see which lines they run", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
+        # A process that a test has ended may still write what it ran.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             subprocess.run([sys.executable, __file__, "--record", folder, *missing], cwd=ROOT, check=False)
     found: dict[str, Ran] = {}
     imported: dict[str, set[int]] = defaultdict(set)
