@@ -57,7 +57,7 @@ class LoRAModelManager:
         self.retired: set[str] = set()  # unloaded, but still used by requests that came before
         self.reader = AdapterReader()
         self.patience: float | None = None  # seconds that `wait` waits; None: until a reading ends
-        self.counts = Counter()  # "hit", "load", "evict", "read"
+        self.counts = Counter()  # "hit", "load", "evict"
         self.memory: AdapterMemory | UnifiedMemory  # from `attach` on, as are the next two
         self.model_config: LlamaConfig
         self.block_pool: BlockPool
@@ -121,7 +121,6 @@ class LoRAModelManager:
         if callable(source):
             source = source()
         if not isinstance(source, LoRAModel):
-            self.counts["read"] += 1
             limit, dtype = self.config.max_lora_rank, self.memory.dtype
             return read_adapter(source, self.model_config, name, limit, dtype)
         if source.rank > self.config.max_lora_rank:
