@@ -452,8 +452,11 @@ def test_rope_is_what_a_config_says_in_any_place(tmp_path, name):
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_a_factor_of_more_bits_than_an_integer_of_torch(tiny_model, kind):
     """Transformers does not take it as it is in a file, without a point."""
-    theta = lambda factor: rope_frequencies(dataclasses.replace(  # noqa: E731
-        tiny_model.config, rope_scaling={"type": kind, "factor": factor}))[0]  # fmt: skip
+
+    def theta(factor):
+        scaling = {"type": kind, "factor": factor}
+        return rope_frequencies(dataclasses.replace(tiny_model.config, rope_scaling=scaling))[0]
+
     assert torch.equal(theta(2**70), theta(2.0**70)) and not torch.equal(theta(2**70), theta(2**60))
     with pytest.raises(common.InputError, match="a positive number in the field 'factor'"):
         theta(10**400)
